@@ -119,22 +119,26 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
         now_wall_ns: time of day, in nanoseconds since 1970.
     """
     trace = recording.trace
-    begun = {rank_trace.rank: _begun(trace.header, rank_trace) for rank_trace in trace.ranks}
+    begun = {part.rank: _begun(trace.header, part, is_whole=not part.start.seq) for part in trace.ranks}
     return tuple(
         _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, now_wall_ns)
         for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
     )
 
 
-def live_positions(trace: Trace, for_ns: Mapping[int, int], ended: Container[int]) -> tuple[RunPosition, ...]:
+def live_positions(
+    trace: Trace, for_ns: Mapping[int, int], ended: Container[int], since: Mapping[int, int]
+) -> tuple[RunPosition, ...]:
     """Return where the ranks of a running request are.
 
     Args:
-        trace: of the ranks, at least what they have recorded of the request.
+        trace: of the ranks, the newest rows of the request.
         for_ns: time since the last event of each rank that answered.
         ended: ranks that have ended the request.
+        since: number of each rank's first row of the request; before it, all ranks had issued the same collectives.
     """
-    begun = {rank_trace.rank: _begun(trace.header, rank_trace) for rank_trace in trace.ranks}
+    whole = {part.rank for part in trace.ranks if part.start.seq <= since.get(part.rank, 0)}
+    begun = {part.rank: _begun(trace.header, part, is_whole=part.rank in whole) for part in trace.ranks}
     found = []
     for part in trace.ranks:
         call = _open_call(part.rows[~np.isin(part.rows["kind"], BESIDE)])
@@ -207,10 +211,16 @@ _Issued = Mapping[int, Mapping[int, Kind]]
 """Kinds of a rank's collectives, by group and number."""
 
 
-def _begun(header: Header, rank_trace: RankTrace) -> _Issued:
-    """Return the collectives that a rank has begun; without a group if older rows than the rank's may be about it."""
+def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _Issued:
+    """Return the collectives that a rank has begun.
+
+    Args:
+        header: of the trace.
+        rank_trace: the rank's rows.
+        is_whole: whether a group without a row was not used: older rows are not about it, or as on all other ranks.
+    """
     own = rank_trace.rows[np.isin(rank_trace.rows["kind"], NUMBERED) & (rank_trace.rows["edge"] == Edge.BEGIN)]
-    groups = () if rank_trace.start.seq else range(len(header.comm_groups))
+    groups = range(len(header.comm_groups)) if is_whole else ()
     found: dict[int, dict[int, Kind]] = {group: {} for group in groups}
     for group, number, kind in zip(*(own[name].tolist() for name in ("comm_group", "comm_seq", "kind")), strict=True):
         found.setdefault(group, {})[number] = Kind(kind)

@@ -752,13 +752,14 @@ class Session:
         """Return why ranks of a request wait for others that will not come, if the trace tells."""
         if request is None or request.state != "running" or request.dead:
             return None
-        newest = self._since({part.rank: part.end_seq - _NEWEST for part in self.trace.ranks})
+        since = request.mark.num_rows
+        newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
         ended = set(request.pending.ranks) - set(request.watch.running)
-        found = live_positions(newest, quiet, ended)
+        found = live_positions(self._since(newest), quiet, ended, since)
         if not any(position.state is RunState.WAITS for position in found):
             return None
-        return stall_cause(self._since(request.mark.num_rows), found)
+        return stall_cause(self._since(since), found)
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""
