@@ -71,7 +71,7 @@ class Classes:
     def event(self, *_: object) -> None:
         """Ignore this, as all below."""
 
-    phase = comm_group = event
+    phase = comm_group = readers = event
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class Meter:
     def memory(self, *_: object) -> None:
         """Ignore this, as all below."""
 
-    phase = unit = comm_group = memory
+    phase = unit = comm_group = readers = memory
 
     # ---- time
 

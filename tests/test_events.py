@@ -96,7 +96,7 @@ def test_the_elements_of_a_part_lie_within_both_bounds(begin, end, inside):
 
 
 def test_side_information_is_not_counted_as_progress():
-    assert {kind.name for kind in BESIDE} == {"ALLOC", "FREE", "GATE", "METRIC", "LOG", "RESIDENT", "DEVICE"}
+    assert {kind.name for kind in BESIDE} == {"ALLOC", "FREE", "GATE", "METRIC", "LOG", "RESIDENT", "DEVICE", "READERS"}
 
 
 def test_every_colour_is_used_and_there():

@@ -10,8 +10,9 @@ import pytest
 from tests.helpers import json_schema
 from workbench import cli, lint_script
 from workbench.cluster import Output
-from workbench.errors import UsageError
+from workbench.errors import ClusterError, Interrupted, UsageError
 from workbench.fault import Fault
+from workbench.reports.failures import Failure, to_error
 from workbench.reports.lint_report import LintReport
 
 
@@ -31,6 +32,9 @@ def lint_as(monkeypatch, outcome):
 
 
 STALE = Fault(rule="optimizer-before-shard", verdict="opt is stale", evidence=("6 parameters",), fix="make it again")
+
+
+AGAIN = "nothing was checked: correct train.py and run workbench lint again"
 
 
 def found(*faults):
@@ -69,6 +73,28 @@ def test_the_status_of_lint_says_whether_there_are_faults_also_as_json(outcome, 
     document = json_schema.read(capsys.readouterr().out)
     assert (document["type"] == "LintReport") == (status < 2)
     assert (document["error"] is None) == (status < 2)
+
+
+RAISED = "\x1b[31mTraceback\x1b[0m (most recent call last):\n  open(data)"
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (
+            to_error([Failure(rank=1, ename="OSError", evalue="no data", traceback=RAISED)], {}, next_thing=""),
+            ["Traceback (most recent call last):", "  open(data)", "", "rank 1 raised OSError: no data", AGAIN],
+        ),
+        (to_error([Failure(rank=0, evalue="rank 0 died", died=True)], {}, next_thing=""), ["rank 0 died", AGAIN]),
+        (Interrupted("Interrupted. The ranks are idle again."), ["interrupted: nothing was checked"]),
+        (ClusterError("no rank answers"), ["no rank answers"]),
+    ],
+)
+def test_a_script_that_failed_is_told_what_to_do_in_a_shell(error, lines, monkeypatch, capsys):
+    """No word of the session of ranks, which has ended."""
+    lint_as(monkeypatch, error)
+    assert cli.main(["lint", "train.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["loss 1.5", *lines]
 
 
 SCRIPT = """
@@ -121,6 +147,7 @@ def test_lint_runs_a_script_and_leaves_no_process(args, status, text, tmp_path, 
         said, _ = process.communicate(timeout=120)
     assert process.returncode == status, said
     assert text in said
+    assert "idle again" not in said
     left = [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])]
     ours = [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid]
     assert (left, ours) == ([], [])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from workbench import __version__
-from workbench.errors import TraceError, UsageError, WorkbenchError
+from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError
 from workbench.ports import LOOPBACK
 
 TOUR = "01_tour.ipynb"
@@ -322,9 +322,23 @@ def _lint(args: argparse.Namespace) -> int:
             args.script, args.rest, module=args.module, num_ranks=args.num_ranks, on_output=_show_output
         )
     except WorkbenchError as error:
-        return _fail(args, error, 2)
+        return _fail_of_script(args, error)
     _write_report(args, report)
     return int(bool(report.faults))
+
+
+def _fail_of_script(args: argparse.Namespace, error: WorkbenchError) -> int:
+    """Say why nothing was checked; return the exit status. The ranks are stopped: advice about them does not hold."""
+    from workbench.reports.failures import without_colours  # noqa: PLC0415 - loaded when used
+
+    if isinstance(error, RankError) and error.traceback:
+        sys.stderr.write(f"{without_colours(error.traceback)}\n\n")
+    again = f"nothing was checked: correct {args.script} and run workbench {args.word} again"
+    if error.advice:
+        error.args = (str(error).removesuffix(error.advice) + again,)
+    elif isinstance(error, Interrupted):
+        error.args = ("interrupted: nothing was checked",)
+    return _fail(args, error, 2)
 
 
 def _show_output(output: Any) -> None:  # noqa: ANN401 - an Output, whose module is loaded when used
@@ -381,7 +395,7 @@ def _verify(args: argparse.Namespace) -> int:
             except UsageError as error:
                 raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
     except WorkbenchError as error:
-        return _fail(args, error, 2)
+        return _fail_of_script(args, error)
     _write_report(args, report)
     could_compare = not report.ok or not report.not_finite
     return int(bool(report.problem)) if could_compare else 2

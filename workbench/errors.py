@@ -21,7 +21,13 @@ _LONG = re.compile(r"(\S{300})\S+")
 
 
 class WorkbenchError(Exception):
-    """Base of all exceptions raised by the workbench."""
+    """Base of all exceptions raised by the workbench.
+
+    Attributes:
+        advice: the end of the message if it says what to do next with the ranks, which a shell has none of; else empty.
+    """
+
+    advice = ""
 
     def _render_traceback_(self) -> list[str]:
         """Return the text that IPython shows: the message alone, as the notebook's own stack adds nothing."""

@@ -261,6 +261,9 @@ class Kind(Word):
     BARRIER = 26, _span("barrier", Colour.PLAIN, Track.OTHER, is_collective=True)
     SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
     RECV = 28, _span("recv", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
+    # until other ranks have read shared memory; not an event, because only a rank that is ahead waits. The value of END
+    # is the last of these ranks
+    READERS = 29, _span("wait for readers", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:
@@ -582,6 +585,12 @@ class Probe(Protocol):
         """A collective ended at ``t_ns`` for which no code that the source sees has waited.
 
         Ranks learn of it at different events, so it is no event of a rank's progress, and a probe must not block.
+        """
+
+    def readers(self, edge: Edge, rank: int = -1) -> None:
+        """Begin or end a wait until other ranks have read shared memory; ``rank``, at the end, was the last of them.
+
+        Only a rank that is ahead waits, so it is no event of a rank's progress, and a probe must not block.
         """
 
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:

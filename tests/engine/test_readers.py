@@ -11,11 +11,13 @@ from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
 from workbench.engine import CollectiveFailed, StepAborted, unit_collectives
 from workbench.engine.backends.shared import shared_memory
 from workbench.engine.backends.shared.shared_memory import PARAMETERS, Readers
 from workbench.engine.cancellable_waits import cancellation
+from workbench.events import Edge
 
 FORK = multiprocessing.get_context("fork")
 
@@ -109,6 +111,24 @@ def test_a_rebuilt_group_begins_again(two):
     second.done(0)
     second.done(0)  # a second call is a no-op
     assert not waits(first)
+
+
+def test_a_wait_is_announced_with_the_rank_that_ends_it(two, monkeypatch):
+    first, second = two
+
+    def announced(wait, act) -> list[tuple[Edge, int]]:
+        monkeypatch.setattr(shared_memory, "cancellation", SimpleNamespace(sleep=lambda _: act()))
+        with recording() as record:
+            wait()
+            wait()  # no rank is behind any more
+        return record.reads
+
+    waited = [(Edge.BEGIN, -1), (Edge.END, 7)]
+    number = first.issue()
+    assert announced(lambda: first.wait_until_issued(number), second.issue) == waited
+    assert announced(lambda: first.wait_for(number), lambda: second.done(number)) == waited
+    first.done(first.issue())
+    assert announced(first.wait, lambda: second.done(second.issue())) == waited
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(two, monkeypatch):

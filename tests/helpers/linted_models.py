@@ -8,6 +8,7 @@ import gc
 import io
 import warnings
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -32,10 +33,13 @@ from workbench import zoo
 from workbench.codec import decode
 from workbench.engine import classic
 from workbench.errors import UsageError
-from workbench.protocol.commands import Lint
+from workbench.protocol.commands import Lint, Step, Verify, VerifyReply
 from workbench.protocol.lint_reply import LintReply
 from workbench.reports.lint_faults import lint_faults
+from workbench.reports.results import SAYS
 from workbench.runtime import rank as rank_module
+from workbench.trace import TraceBuilder
+from workbench.trace.columns import Trace
 
 WIDE = 160
 """Width of a net that is no toy: its three blocks have 1.8 MiB."""
@@ -70,9 +74,11 @@ def adamw(model):
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
 
 
-def prepared(ns, model):
+def prepared(ns, model, loss=loss_of, tokens=None):
+    """Define a model and its optimizer; ``loss`` and ``tokens`` are what :func:`trained` trains it with."""
     ns["model"] = model
     ns["opt"] = adamw(model)
+    ns["loss"], ns["tokens"] = loss, batch(ns["rank"], 0) if tokens is None else tokens
 
 
 # ---- clean models
@@ -95,7 +101,7 @@ def clean_huggingface(ns, engine, name):
     for block in hf.blocks(model):
         engine.fully_shard(block)
     engine.fully_shard(model)
-    prepared(ns, model)
+    prepared(ns, model, hf.loss_of, hf.batch(ns["rank"], 0))
 
 
 for _name in ("Llama", "Llama, checkpointed", "GPT-2", "Mixtral", "T5"):
@@ -112,7 +118,7 @@ def clean_lora(ns, engine):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
     model = peft.get_peft_model(hf.make("Llama"), config)
     blocks = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
-    prepared(ns, blockwise(model, engine.fully_shard, blocks))
+    prepared(ns, blockwise(model, engine.fully_shard, blocks), hf.loss_of, hf.batch(ns["rank"], 0))
 
 
 @with_each_engine
@@ -134,7 +140,8 @@ def clean_tp(ns, engine):
         block.mlp[2] = nn.Linear(64, 16)
         torch.manual_seed(1)
         parallelize_module(block, mesh["tp"], {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()})
-    prepared(ns, blockwise(model, engine.fully_shard, mesh=mesh["dp"]))
+    tokens = batch(ns["rank"] // 2, 0)  # the ranks that split a tensor see the same data
+    prepared(ns, blockwise(model, engine.fully_shard, mesh=mesh["dp"]), tokens=tokens)
 
 
 @with_each_engine
@@ -152,13 +159,9 @@ def clean_offload(ns, engine):
 @with_each_engine
 def clean_accumulation(ns, engine):
     prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard))
-    model, opt = ns["model"], ns["opt"]
-    for step in range(2):
-        for micro in range(2):
-            model.set_requires_gradient_sync(micro == 1)
-            loss_of(model, batch(ns["rank"], 2 * step + micro)).backward()
-        opt.step()
-        opt.zero_grad()
+    ns["micro_batches"] = 2
+    for _ in range(2):
+        train_step()
 
 
 @with_each_engine
@@ -216,6 +219,9 @@ def clean_after_steps(ns, engine):
     with torch.no_grad():
         loss_of(ns["model"], batch(ns["rank"], 9))
 
+
+TRAINED = tuple(CASES)
+"""The cases that are also trained."""
 
 # ---- faults
 
@@ -672,23 +678,65 @@ def clean_hosts_of_unknown_size(ns):
     return {"local_world_size": 3}
 
 
+# ---- training the clean ones
+
+NUM_STEPS = 2
+"""Too few for a verdict on a slow rank: other processes of a busy machine make one of the ranks slow."""
+
+
+def train_step():
+    """Take a step of the model among the variables, always with the same data."""
+    ns = namespace()
+    count = ns.get("micro_batches", 1)
+    for micro in range(count):
+        if count > 1:
+            ns["model"].set_requires_gradient_sync(micro == count - 1)
+        loss = ns["loss"](ns["model"], ns["tokens"])
+        loss.backward()
+    ns["opt"].step()
+    ns["opt"].zero_grad()
+    return loss.item()
+
+
+def _trained(recorder):
+    """Train the model, and verify a step; return what was recorded, and the reply of ``verify`` or its refusal."""
+    namespace()["train_step"] = train_step
+    begin = recorder.next_step
+    execute(Step(count=NUM_STEPS))
+    try:
+        verified = execute(Verify("model"))
+    except UsageError as error:
+        verified = str(error)
+    return begin, recorder.header, verified
+
+
 # ---- running them
 
 
-def _on_this_rank():
-    """Run every case, and return its reply or the error of ``lint``, by name."""
+_TORCHS = "[torch]"
+
+
+def _on_this_rank(suffix):
+    """Run every case, or those to train whose name ends in ``suffix``; train those with torch's engine only then.
+
+    Return by name the reply or the error of ``lint``, and what :func:`_trained` returned; and the header and all rows.
+    """
     ns = namespace()
     begin = dict(ns)
-    replies = {}
+    replies, trained = {}, {}
     runtime = rank_module._this_rank()
-    for name, prepare in CASES.items():
+    for name in [each for each in TRAINED if each.endswith(suffix)] if suffix else CASES:
         try:
             with warnings.catch_warnings():  # of libraries, and of wrappers on what lint names too
                 warnings.simplefilter("ignore")
-                groups = prepare(ns) or {}
+                groups = CASES[name](ns) or {}
             rank_module._after_cell(None)
             rank_module._runtime.groups.local_world_size = groups.get("local_world_size", 4)
             replies[name] = execute(Lint())
+            if name in TRAINED and name.endswith(_TORCHS) == bool(suffix):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    trained[name] = _trained(runtime.recorder)
         except UsageError as error:
             replies[name] = str(error)
         except Exception as error:
@@ -699,14 +747,49 @@ def _on_this_rank():
             for variable in [each for each in ns if each not in begin]:
                 del ns[variable]
             gc.collect()
-    return replies
+    return replies, trained, (runtime.recorder.header, runtime.recorder.drain())
+
+
+@functools.cache
+def _by_rank(suffix):
+    return run(4, _on_this_rank, suffix, timeout_s=800)
+
+
+def _suffix(name):
+    return _TORCHS if name.endswith(_TORCHS) else ""
 
 
 @functools.cache
 def all_cases():
     """Return the replies of the four ranks to each case, by name."""
-    by_rank = run(4, _on_this_rank, timeout_s=400)
-    return {name: [decode(LintReply, replies[name], "reply") for replies in by_rank] for name in CASES}
+    return {name: [decode(LintReply, replies[name], "reply") for replies, *_ in _by_rank("")] for name in CASES}
+
+
+@functools.cache
+def _trace(suffix):
+    """Return the trace of all cases that one run trained on the four ranks."""
+    builder = TraceBuilder()
+    for rank, (_, _, (header, drained)) in enumerate(_by_rank(suffix)):
+        builder.update_header(header, rank=rank)
+        builder.append(rank, drained.rows, lost=drained.lost, key_frame=drained.key_frame)
+    return builder.snapshot()
+
+
+def trace_of(name):
+    """Return the trace of the steps of a case, with its units alone."""
+    begin, header, _ = _by_rank(_suffix(name))[0][1][name]
+    part = _trace(_suffix(name)).slice(first=begin, last=begin + NUM_STEPS - 1)
+    known = {unit.index for unit in header.units if unit.in_use}
+    units = tuple(replace(unit, gone=unit.index not in known) for unit in part.header.units)
+    return Trace(replace(part.header, units=units), part.ranks)
+
+
+def verified(name):
+    """Return the report of ``verify`` on a case, or why it refuses."""
+    replies = [trained[name][-1] for _, trained, _ in _by_rank(_suffix(name))]
+    if isinstance(replies[0], str):
+        return replies[0]
+    return SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in replies])
 
 
 def faults_of(name):

@@ -23,6 +23,7 @@ class Recording:
         retired: indices of units announced as undone.
         groups: ranks per communication group.
         phases: every change of phase.
+        reads: (edge, last rank) of every wait for readers.
     """
 
     def __init__(self) -> None:
@@ -38,10 +39,14 @@ class Recording:
         self.rows: list[tuple[Kind, Edge, int, int, Comm | None, int | None]] = []
         self.deltas: list[tuple[Category, int, int]] = []
         self.phases: list[Phase] = []
+        self.reads: list[tuple[Edge, int]] = []
         self.peak: Counter[Category] = Counter(getattr(self, "live", {}))
 
     def event(self, kind, edge, unit, num_bytes, comm, t_ns) -> None:
         self.rows.append((kind, edge, unit, num_bytes, comm, t_ns))
+
+    def readers(self, edge, rank=-1) -> None:
+        self.reads.append((edge, rank))
 
     def memory(self, category, unit, delta_bytes) -> None:
         assert delta_bytes

@@ -7,7 +7,7 @@ from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.magics.command_lines import parse_line
 from workbench.replay.peak_savings import Knob
-from workbench.replay.step_parts import Part
+from workbench.replay.step_parts import Group, Part
 from workbench.reports.explain_report import ExplainReport
 
 pytestmark = pytest.mark.cluster
@@ -27,6 +27,19 @@ def sleep_in_forward(module, args):
 model.blocks[1].mlp.register_forward_pre_hook(sleep_in_forward)
 where = ""
 """
+
+
+ROOTLESS = """
+rootless = nn.Sequential(*(Block(64) for _ in range(4)))
+
+def sleep_in_the_third(module, args):
+    if rank == 1:
+        time.sleep(0.2)
+
+def train_rootless():
+    rootless(torch.randn(8, 64)).square().mean().backward()
+"""
+"""Rank 1 is behind only at the end of the forward, where the other one waits until it has read the last block."""
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +72,11 @@ def test_the_line_that_lowers_the_peak_lowers_it_as_promised(ranks):
     assert "--reshard-after-forward" not in after.answer.fix
 
 
-def explained_as(ranks, rule, headline=""):
+def explained_as(ranks, rule, headline="", step="slowly"):
     """Step until the newest steps are explained as wanted; on a busy machine some are slow for another reason."""
 
     def explanation():
-        ranks.step(8, "slowly")
+        ranks.step(8, step)
         found = ranks.explain()
         return found if found.answer.rule == rule and found.headline.startswith(headline) else None
 
@@ -82,6 +95,16 @@ def test_a_rank_that_sleeps_is_named_with_where(ranks, where, part):
     assert ranks.picture(found).layout.title.text
     ranks.run_cell("where = ''")
     assert explained_as(ranks, "nothing").faults == ()
+
+
+def test_a_rank_that_reads_late_is_named(ranks):
+    ranks.run_cell(ROOTLESS)
+    ranks.shard("rootless", wrap=["Block"])
+    ranks.run_cell("rootless[2].mlp.register_forward_pre_hook(sleep_in_the_third)")
+    found = explained_as(ranks, "slow-rank", "rank 1 is slow in forward", "train_rootless")
+    assert isinstance(found, ExplainReport)
+    assert found.ranks[0].groups_ns[Group.LATE] > found.ranks[0].groups_ns[Group.COMPUTE]
+    ranks.run_cell("del rootless")
 
 
 def test_why_a_unit_is_unsharded_inside_a_stopped_step(ranks):

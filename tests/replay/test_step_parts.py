@@ -84,6 +84,30 @@ def test_the_example_of_the_module():
     assert mine.total_ns.tolist() == [100]
 
 
+def waits_for_readers(last):
+    """Return two ranks: after its forward, rank 0 waits until ``last`` has read; None: the wait is aborted."""
+    forward, backward = span(Kind.FORWARD, 10, 20, unit=0), span(Kind.BACKWARD, 60, 90, unit=0)
+    first = rank_of(0, *span(Kind.STEP, 0, 100, forward, span(Kind.READERS, 25, 50), backward, phase=Phase.IDLE))
+    rows = first.rows.copy()
+    is_end = (rows["kind"] == Kind.READERS) & (rows["edge"] == Edge.END)
+    rows["value"] = np.nan
+    rows["value"][is_end] = np.nan if last is None else last
+    if last is None:
+        rows = rows[~is_end]
+        rows["seq"] = range(len(rows))
+    idle = rank_of(1, *span(Kind.STEP, 0, 100, phase=Phase.IDLE))
+    return Trace(Header(world_size=2), (RankTrace(0, rows), idle))
+
+
+def test_a_wait_for_readers_is_for_the_last_of_them():
+    mine = parts_of(waits_for_readers(1))[0]
+    assert mine.late_ns.tolist() == [[0, 25]]
+    parts = {part: int(mine.ns(part)[0]) for part in PARTS if mine.ns(part)[0]}
+    assert parts == {Part.BEFORE: 10, Part.FORWARD: 10, Part.LATE: 25, Part.LOSS: 15, Part.BACKWARD: 30, Part.OTHER: 10}
+    assert parts_of(waits_for_readers(9))[0].late_ns.tolist() == [[0, 0]]  # it is not in the trace
+    assert parts_of(waits_for_readers(None))[0].late_ns.tolist() == [[0, 0]]
+
+
 def test_within_the_clock_error_a_wait_is_communication():
     mine = parts_of(replace_clock(worked_example(40)), error_ns=1000)[0]
     assert (int(mine.ns(Part.LATE)[0]), int(mine.ns(Part.TRANSFERS)[0])) == (0, 30)

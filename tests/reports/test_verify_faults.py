@@ -77,7 +77,6 @@ def test_equal_steps_have_no_fault():
         # what comes first is the cause of the rest
         ([replace(with_ratio(2.0), optimizer_steps=2), with_ratio(2.0)], "rank-not-stepped"),
         ([replace(with_ratio(2.0), differs_in_input=True)] * 2, "different-data"),
-        ([replace(SAME, counters=(StepCounter(steps=3, num_params=4, first="a"),)), SAME], "optimizer-counters"),
         ([replace(SAME, missing=("a",), unreduced=("0",))] * 2, "no-sync-left-on"),
         ([replace(SAME, rounded_to="bfloat16")] * 2, "precision"),
         ([replace(with_ratio(2.0), output=NOT_FINITE), with_ratio(2.0)], "not-finite"),
@@ -106,6 +105,57 @@ def test_a_cause_is_decided(differences, rule):
 )
 def test_a_cause_that_is_not_decided_is_not_named(differences):
     assert rules(*differences) == []
+
+
+def counted(*steps, **fields):
+    """Return the reply of a rank whose steps are equal, with the number of steps of the parameters a, b, ..."""
+    counters = tuple(StepCounter(steps=number, params=(name,)) for name, number in zip("abcd", steps, strict=False))
+    return replace(REPLY, ok=True, counters=counters, **fields)
+
+
+UNEVEN = (StepCounter(steps=1, params=("a",)), StepCounter(steps=2, params=("b", "c")))
+
+
+@pytest.mark.parametrize(
+    ("replies", "evidence"),
+    [
+        ([counted(3, 3), counted(3, 0)], ("rank 0: 3 steps for 1 parameter (b, ...)", "rank 1: 0 steps")),
+        ([counted(3), counted(None), counted(3)], ("ranks 0, 2: 3 steps", "rank 1: no state for 1 parameter (a, ...)")),
+        ([counted(0, 3, reset=("a",)), counted(0, 3)], ("rank 0: 0 steps for 1 parameter (a, ...)",)),
+        (
+            [counted(3, 3, 3, uneven=UNEVEN)] * 2,
+            ("ranks 0-1: 1 step for 1 parameter (a, ...), 2 steps for 2 parameters (b, ...)",),
+        ),
+    ],
+)
+def test_wrong_numbers_of_steps_are_named_although_the_steps_are_equal(replies, evidence):
+    (fault,) = faults_of(replies)
+    assert fault.rule == "optimizer-counters"
+    assert len(fault.evidence) == len(evidence)
+    assert all(text.startswith(part) for text, part in zip(fault.evidence, evidence, strict=True)), fault.evidence
+    assert "torch.distributed.checkpoint.state_dict" in fault.fix
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        [counted(3, 1), counted(3, 1)],  # b had no gradient in some steps
+        [counted(3, None), counted(3, None)],  # nor in any
+        [counted(3, 3), counted(3)],  # a rank without rows of b
+        [counted(), counted()],
+    ],
+)
+def test_numbers_of_steps_that_may_be_right_are_not_named(replies):
+    assert faults_of(replies) == ()
+
+
+def test_other_numbers_of_steps_come_before_what_follows_from_them():
+    def both(differences):
+        return [replace(counted(n), ok=False, differences=differences) for n in (3, 0)]
+
+    assert [fault.rule for fault in faults_of(both(with_ratio(2.0)))] == ["optimizer-counters"]
+    other_data = replace(SAME, differs_in_input=True)
+    assert [fault.rule for fault in faults_of(both(other_data))] == ["different-data"]
 
 
 def test_an_output_that_is_not_finite_names_module_and_ranks():

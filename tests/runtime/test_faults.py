@@ -18,17 +18,18 @@ from workbench.protocol.fault_kinds import KINDS
 from workbench.protocol.lint_reply import LintReply
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.verify_faults import faults_of
-from workbench.runtime.fault_injectors import INJECTORS
+from workbench.runtime import rank as rank_module
+from workbench.runtime.fault_injectors import INJECTORS, _gathered
 
 ENGINES = ("workbench", "torch")
 ASKED = {"lint": (Lint, LintReply, lint_faults), "verify": (Verify, VerifyReply, faults_of)}
 STALLS = [kind.name for kind in KINDS.values() if kind.shown_by == "where"]
 
 
-def prepare(engine, **options):
+def prepare(engine, *, model=None, **options):
     ns = namespace()
     torch.manual_seed(0)
-    ns["model"] = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3))
+    ns["model"] = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3)) if model is None else model
     execute(Shard(model="model", wrap=("Block",), engine=engine, **options))
     ns["opt"] = torch.optim.AdamW(ns["model"].parameters(), 1e-2, foreach=False)
     rows = TensorDataset(torch.randn(32, 8, generator=torch.Generator().manual_seed(1)))
@@ -160,6 +161,49 @@ def test_replicas_drift_until_the_fault_is_removed(engine):
     by_rank = run(2, drifts, engine)
     assert told([during for during, _ in by_rank], "lint") == ["replicas-differ"]
     assert told([after for _, after in by_rank], "lint") == []
+
+
+class Backwards(nn.Sequential):
+    """Blocks that run in the opposite order of their definition."""
+
+    def forward(self, x):
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+def gathers_too_early(unit, prefetch):
+    """Return the units in the order of gathering: without the fault, with it, and after its removal."""
+    prepare("torch", prefetch=prefetch)
+
+    def order():
+        execute(Step(count=1))
+        return _gathered(rank_module._this_rank().recorder)
+
+    before = order()
+    execute(InjectFault("wrong-order", rank=1, unit=unit))
+    during = order()
+    execute(InjectFault("off"))
+    return before, during, order()
+
+
+@pytest.mark.parametrize(("unit", "prefetch"), [("1", 0), ("1", 2), ("2", 2)])
+def test_a_unit_is_gathered_too_early_after_steps_too(unit, prefetch):
+    """Also one that the root gathers ahead anyway, with others before it."""
+    (before, during, after), (_, during_there, after_there) = run(2, gathers_too_early, unit, prefetch)
+    assert before == during == after == after_there
+    assert during_there != before
+    assert sorted(during_there) == sorted(before)
+
+
+def gathered_first():
+    prepare("torch", model=Backwards(*(Block() for _ in range(3))))
+    return refusal("wrong-order", unit="2")
+
+
+def test_the_unit_that_runs_first_is_gathered_first_whatever_is_defined_first():
+    for message in run(2, gathered_first):
+        assert message.endswith(": 2 is gathered first anyway; name another: --unit UNIT")
 
 
 # ---- what is refused, and what is drawn

@@ -1,11 +1,16 @@
-"""Each rule of ``lint`` finds its fault and names it, and is silent on every clean model, on four real ranks."""
+"""Each rule of ``lint`` finds its fault and names it, and is silent on every clean model, on four real ranks; so
+are ``explain`` and ``verify``."""
 
 import pytest
 
-from tests.helpers.linted_models import CASES, all_cases, faults_of
+from tests.helpers.linted_models import CASES, TRAINED, all_cases, faults_of, trace_of, verified
+from tests.helpers.pairwise import quick
 from workbench.protocol.lint_reply import LintReply
+from workbench.reports.explanations import ANSWERS, explain
 from workbench.runtime.lint_rules import rules
 from workbench.runtime.lint_target import Damage
+
+pytestmark = pytest.mark.timeout(900)  # the first test runs all cases
 
 EXPECTED = {
     "optimizer_before_shard": (
@@ -132,6 +137,37 @@ def test_a_rule_abstains_only_where_a_signal_is_missing_and_names_it(name):
     (reasons,) = {reply.abstained for reply in all_cases()[name]}
     expected = ABSTAINS.get(base(name), "")
     assert [reason[: len(expected)] for reason in reasons] == ([expected] if expected else [])
+
+
+REFUSED = {
+    "clean_tp[torch]": "is split by tensor parallelism, which verify knows for models of the workbench's engine alone",
+    **dict.fromkeys(
+        ("clean_torchs_classic", "clean_torchs_flat"),
+        "is wrapped by torch's FullyShardedDataParallel or DistributedDataParallel",
+    ),
+    "clean_ddp": "'model' is not sharded",
+}
+"""By case: what verify refuses."""
+
+
+OURS = [name for name in TRAINED if not name.endswith("[torch]")]
+
+
+@pytest.mark.parametrize("name", quick(TRAINED, OURS))
+def test_explain_names_no_fault_after_steps_of_a_clean_model(name):
+    for subject in ("", *ANSWERS):
+        report = explain(trace_of(name), subject, is_live=True)
+        assert report.faults == (), report.headline
+        assert report.problem == ""
+
+
+@pytest.mark.parametrize("name", quick(TRAINED, OURS))
+def test_verify_names_no_fault_of_a_clean_model(name):
+    report = verified(name)
+    if name in REFUSED:
+        assert REFUSED[name] in report
+        return
+    assert (report.faults, report.problem) == ((), "")
 
 
 @pytest.mark.parametrize("name", FAULTY)

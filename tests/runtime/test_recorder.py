@@ -345,6 +345,17 @@ def test_the_late_end_of_a_collective_has_its_group_and_is_no_progress():
     assert recorder.ordinal == 1
 
 
+def test_a_wait_for_readers_names_the_last_and_is_no_progress():
+    recorder = Recorder(Header())
+    emit(recorder, Kind.FORWARD, Edge.BEGIN)
+    recorder.readers(Edge.BEGIN)
+    recorder.readers(Edge.END, 3)
+    rows = rows_of(recorder.drain())[1:]
+    assert rows["kind"].tolist() == [Kind.READERS] * 2
+    assert rows["value"][1] == 3
+    assert (recorder.ordinal, recorder.last_event()["kind"]) == (1, Kind.FORWARD)
+
+
 def test_groups_of_one_name_are_numbered():
     recorder = Recorder(Header())
     for index, name in enumerate(("shard", "shard", "", "shard")):

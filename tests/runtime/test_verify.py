@@ -94,7 +94,7 @@ def _losses(trace):
 def _events(rank_trace):
     """Return a rank's events within steps, without times and collective numbers."""
     rows = rank_trace.rows
-    rows = rows[(rows["step"] >= 0) & ~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE, Kind.RESIDENT))]
+    rows = rows[(rows["step"] >= 0) & ~np.isin(rows["kind"], (Kind.ALLOC, Kind.FREE, Kind.RESIDENT, Kind.READERS))]
     return rows[["kind", "edge", "unit", "num_bytes", "step", "phase"]].tolist()
 
 

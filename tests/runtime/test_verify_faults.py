@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers.booted_ranks import execute, namespace, run
 from workbench.codec import decode
 from workbench.engine import fully_shard
+from workbench.errors import UsageError
 from workbench.protocol.commands import Shard, Step, Verify, VerifyReply
 from workbench.reports.results import SAYS
 from workbench.runtime import rank as rank_module
@@ -319,24 +320,77 @@ def test_a_step_that_gets_other_data_each_time():
 # ---- the optimizer's state, and optimizers
 
 
-def resumes(ranks):
+def resumes(change, ranks=(0, 1)):
+    """Verify after three steps and a change of the optimizer's state on some ranks."""
     ns = prepare("adamw")
-    execute(Step(count=3, fn="right")) if "right" in ns else verified(steps=3)
-    if ns["rank"] in ranks:
-        for state in ns["opt"].state.values():
-            state["step"].zero_()
+    ns["right"] = train
+    execute(Step(count=3, fn="right"))
+    states = list(ns["opt"].state.values())
+    if change == "other":
+        states = states if ns["rank"] in ranks else []
+        for state in states:
+            state["step"] += 4
+    elif change == "zero":
+        states[0]["step"].zero_()
+    elif change == "shared":
+        states[1]["step"] = states[0]["step"]
+    elif change == "fewer":  # as of parameters that had no gradient in two steps
+        states[1]["step"] -= 2
+    elif change == "fresh":
+        ns["opt"].state.pop(next(iter(ns["opt"].state)))
+    elif change == "lost":
+        del states[0]["step"]
     return verified(steps=0)
 
 
 @pytest.mark.usefixtures("engine")
-def test_optimizer_steps_that_differ_between_ranks():
-    report = report_of(2, resumes, (1,))
+@pytest.mark.parametrize(
+    ("change", "verdict", "evidence"),
+    [
+        (
+            "other",
+            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
+            (
+                "rank 0: 3 steps for 10 parameters (0.up.weight, ...)",
+                "rank 1: 7 steps for 10 parameters (0.up.weight, ...)",
+            ),
+        ),
+        (
+            "zero",
+            "the optimizer counts 0 steps although its moments are not zero, so it overrates them",
+            ("ranks 0-1: 0 steps for 1 parameter (0.up.weight, ...)",),
+        ),
+        (
+            "shared",
+            "one step of the optimizer counted differently for parameters that all have a gradient, as if some shared "
+            "one count",
+            ("ranks 0-1: 1 step for 8 parameters (0.down.weight, ...), 2 steps for 2 parameters (0.up.weight, ...)",),
+        ),
+    ],
+)
+def test_wrong_numbers_of_steps_after_a_resume(change, verdict, evidence):
+    report = report_of(2, resumes, change, (1,))
     assert [fault.rule for fault in report.faults] == ["optimizer-counters"]
-    assert report.faults[0].evidence == (
-        "rank 0: 3 steps for 10 parameters (0.up.weight, ...)",
-        "rank 1: 0 steps for 10 parameters (0.up.weight, ...)",
-    )
-    assert report_of(2, resumes, ()).faults == ()
+    assert (report.faults[0].verdict, report.faults[0].evidence) == (verdict, evidence)
+    assert report.problem
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("change", ["", "fewer", "fresh"])
+def test_numbers_of_steps_that_training_may_have_are_no_fault(change):
+    report = report_of(2, resumes, change)
+    assert (report.ok, report.faults) == (True, ())
+
+
+def refuses(change):
+    with pytest.raises(UsageError, match="has moments without a number of steps") as caught:
+        resumes(change)
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("engine")
+def test_moments_without_a_number_of_steps_are_refused():
+    assert all("for 0.up.weight, so it cannot step: load its whole state" in each for each in run(2, refuses, "lost"))
 
 
 def leaves_out(frozen):

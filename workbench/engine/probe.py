@@ -27,6 +27,12 @@ def memory(category: Category, unit: int, delta_bytes: int) -> None:
         active.memory(category, unit, delta_bytes)
 
 
+def readers(edge: Edge, rank: int = -1) -> None:
+    """Announce a wait until other ranks have read shared memory, and the last of them at its end."""
+    if active is not None:
+        active.readers(edge, rank)
+
+
 def phase(new: Phase) -> None:
     """Announce a change of phase."""
     if active is not None:

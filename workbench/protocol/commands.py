@@ -881,17 +881,15 @@ class GradRatio:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounter:
-    """Parameters whose optimizer state has the same number of steps.
+    """Parameters whose optimizer state has the same number of steps, or has got as many more.
 
     Attributes:
-        steps: the number.
-        num_params: number of parameters.
-        first: the first of them.
+        steps: the number; None: their state has none, or they have no state.
+        params: their names.
     """
 
-    steps: int
-    num_params: int
-    first: str
+    steps: int | None
+    params: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -910,7 +908,6 @@ class StepDifferences:
         missing: parameters with a gradient only in the unsharded copy.
         unreduced: units that hold gradients that were not reduced, or not over all replicas.
         optimizer_steps: steps of optimizers in the sharded step.
-        counters: numbers of steps in the optimizers' state before the step.
         rounded_to: dtype to which the sharded gradients are rounded, and the unsharded are not; empty if to none.
     """
 
@@ -925,7 +922,6 @@ class StepDifferences:
     missing: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
     optimizer_steps: int
-    counters: tuple[StepCounter, ...] = ()
     rounded_to: str = ""
 
 
@@ -955,6 +951,9 @@ class VerifyReply(StepComparison):
         differences: where the steps differ; None: they do not.
         replicas: checksums of units with several copies.
         left_out: units with gradients whose parameters are in no optimizer and did not move, though others did.
+        counters: numbers of steps in the optimizers' state before the step, of parameters of which this rank has rows.
+        reset: of these, parameters with 0 steps and moments that are not zero.
+        uneven: by how much an optimizer's one step raised them, if not by one for all parameters with a gradient.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
@@ -963,6 +962,9 @@ class VerifyReply(StepComparison):
     differences: StepDifferences | None = None
     replicas: tuple[ReplicaSum, ...] = ()
     left_out: tuple[str, ...] = ()
+    counters: tuple[StepCounter, ...] = ()
+    reset: tuple[str, ...] = ()
+    uneven: tuple[StepCounter, ...] = ()
 
 
 @command("verify", reply=VerifyReply)

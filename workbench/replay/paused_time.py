@@ -31,7 +31,8 @@ from workbench.trace.schema import Rows
 LEAST_IDLE_NS = 1_000_000_000
 """Pictures cut idle time of at least this length out of their axes."""
 
-_TELLING = (Kind.STEP, Kind.GATE, Kind.WAIT, *WORK, Kind.RESET)
+_WAITS = (Kind.WAIT, Kind.READERS)
+_TELLING = (Kind.STEP, Kind.GATE, *_WAITS, *WORK, Kind.RESET)
 
 
 def _no_times() -> Ints:
@@ -188,7 +189,8 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
     kind, begins = rows["kind"], rows["edge"] == Edge.BEGIN
     new_step = kind == Kind.STEP  # closes everything still open before it
     is_held = _latest(new_step | (kind == Kind.GATE), begins & (kind == Kind.GATE), before=before.is_held)
-    is_waiting = _latest(new_step | (kind == Kind.WAIT), begins & (kind == Kind.WAIT), before=before.is_waiting)
+    waits = np.isin(kind, _WAITS)
+    is_waiting = _latest(new_step | waits, begins & waits, before=before.is_waiting)
     ends_step = new_step & ~begins
     is_at_it = ((rows["step"] >= 0) | (rows["phase"] != Phase.IDLE)) & ~ends_step
     works = is_at_it & ~is_held & ~is_waiting

@@ -5,7 +5,7 @@ the innermost span that covers it, so a wait inside a forward is not forward:
 
 - *compute*: forward, backward, optimizer, and the loss between a forward and its backward;
 - *exposed communication*: compute waits for bytes that are under way, and copies into and out of collectives;
-- *waiting for a slower rank*: the part of a wait before the last rank issued the collective;
+- *waiting for a slower rank*: the part of a wait before the last rank issued the collective, and waits for readers;
 - *host*: the rest, before the forward and elsewhere.
 
 The parts are a partition: they add up to the step exactly, and none is negative.
@@ -31,7 +31,7 @@ from workbench.replay.arrivals import LATE, LastArrivals, last_to_come
 from workbench.replay.collectives import Collectives, matches, table
 from workbench.replay.spans import Ints, Spans, chosen, closed, end_aborted, exclusive, spans
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.schema import Header
+from workbench.trace.schema import Header, Rows
 
 MIN_STEPS = 5
 """Steps that a verdict on a slow rank needs: fewer are too few to tell it from noise."""
@@ -49,7 +49,8 @@ LEAST_NS = 1_000_000
 """A rank that is less late than this is not slow, however short the step."""
 
 _NEVER = np.iinfo(np.int64).min
-_KINDS = (Kind.GATE, Kind.WAIT, *COPIES, *WORK)
+_WAITS = (Kind.WAIT, Kind.READERS)
+_KINDS = (Kind.GATE, *_WAITS, *COPIES, *WORK)
 IS_WORK = np.isin(np.arange(256), WORK)
 """Whether a kind is forward, backward or the optimizer's, by its number."""
 _IS_BYTES = np.isin(np.arange(256), (*MOVES, Kind.RESIDENT, Kind.METRIC, Kind.LOG, Kind.DEVICE))
@@ -152,7 +153,7 @@ class Pieces:
         unit: unit of that span, -1 none.
         begin_ns: begin of each.
         end_ns: end of each.
-        late_until_ns: for a wait, when the last rank issued its collective; else the smallest int64.
+        late_until_ns: for a wait, when the last rank issued its collective, or had read; else the smallest int64.
         late_rank: for a wait, position of that rank in the trace; else -1.
     """
 
@@ -225,6 +226,9 @@ def _pieces(part: RankTrace, issued: Collectives, last: LastArrivals, places: Ma
         until, who = last.issue_ns[of_wait], last.rank[of_wait]
     else:
         until = who = np.zeros(len(owner), np.int64)
+    reads = found.kind[owner] == Kind.READERS
+    until = np.where(reads, end_ns, np.where(is_known, until, _NEVER))
+    who = np.where(reads, _last_readers(part.rows, found)[owner], np.where(is_known, who, -1))
     number = np.full(max(places, default=0) + 2, -1)
     number[list(places)] = list(places.values())
     return Pieces(
@@ -232,9 +236,16 @@ def _pieces(part: RankTrace, issued: Collectives, last: LastArrivals, places: Ma
         unit=found.unit[owner],
         begin_ns=begin_ns,
         end_ns=end_ns,
-        late_until_ns=np.where(is_known, until, _NEVER),
-        late_rank=np.where(is_known & (who >= 0), number[np.maximum(who, 0)], -1),
+        late_until_ns=until,
+        late_rank=np.where((who >= 0) & (who < len(number)), number[np.clip(who, 0, len(number) - 1)], -1),
     )
+
+
+def _last_readers(rows: Rows, found: Spans) -> Ints:
+    """Return the last rank to read, for each wait for readers that has ended; -1 for other spans."""
+    place = np.minimum(np.searchsorted(rows["seq"], found.end_seq), len(rows) - 1)
+    is_end = (rows["kind"][place] == Kind.READERS) & (rows["seq"][place] == found.end_seq)  # not that of an abort
+    return np.where(is_end, np.nan_to_num(rows["value"][place], nan=-1), -1).astype(np.int64)
 
 
 def step_parts(trace: Trace, times: Mapping[int, RankTimes]) -> dict[int, StepParts]:
@@ -286,8 +297,8 @@ def _of_step(
     begin, end = np.clip(pieces.begin_ns[here], begin_ns, end_ns), np.clip(pieces.end_ns[here], begin_ns, end_ns)
     length = end - begin
     late = np.clip(pieces.late_until_ns[here], begin, end) - begin
-    late[kind != Kind.WAIT] = 0
-    is_wait, is_held = kind == Kind.WAIT, kind == Kind.GATE
+    is_wait, is_held = np.isin(kind, _WAITS), kind == Kind.GATE
+    late[~is_wait] = 0
     parts = np.zeros(len(PARTS), np.int64)
     np.add.at(parts, _OF_KIND[kind[~is_wait & ~is_held]], length[~is_wait & ~is_held])
     parts[_PLACE[Part.LATE]] += late.sum()

@@ -122,8 +122,8 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
     cause = first_cause(failures)
     dead = tuple(sorted(f.rank for f in failures if f.died))
     if cause.died:
-        lines = [str(cause), death_sentence(dead, sorted(positions)), *_split_optimizer(positions)]
-        return RankDied("\n".join(lines), ranks=dead)
+        advice = [death_sentence(dead, sorted(positions)), *_split_optimizer(positions)]
+        return _advised(RankDied("\n".join([str(cause), *advice]), ranks=dead), advice)
     alike = sorted((f for f in failures if str(f) == str(cause)), key=lambda f: f.rank)
     cause, also = alike[0], tuple(f.rank for f in alike[1:])
     lines = [f"rank {cause.rank} raised {cause}{_place(cause, positions)}"]
@@ -131,9 +131,9 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
         lines.append(f"same error on {label(also)}")
     lines += [f"{label([f.rank])}: {f}" for f in failures if f not in alike and not f.died and not f.is_consequence]
     again = f"{IDLE}: correct {f'{cause.script} and run it' if cause.script else 'the code and run its cell'} again"
-    lines += [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing or again]
-    return RankError(
-        "\n".join(lines),
+    advice = [death_sentence(dead, sorted(positions))] if dead else [*left_behind(positions), next_thing or again]
+    error = RankError(
+        "\n".join([*lines, *advice]),
         rank=cause.rank,
         ename=cause.ename,
         evalue=cause.evalue,
@@ -142,6 +142,17 @@ def to_error(failures: Sequence[Failure], positions: Mapping[int, Aftermath], *,
         line=cause.line,
         script=cause.script,
     )
+    return _advised(error, advice)
+
+
+def _advised(error: WorkbenchError, advice: Sequence[str]) -> WorkbenchError:
+    error.advice = "\n".join(advice)
+    return error
+
+
+def without_colours(text: str) -> str:
+    """Return a traceback as plain text."""
+    return _ANSI.sub("", text)
 
 
 def losses_in_words(losses: Mapping[int, str]) -> str:

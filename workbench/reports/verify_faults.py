@@ -7,7 +7,7 @@ otherwise. :data:`CAUSES` has them in the order of importance. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.events import unit_words
@@ -27,14 +27,14 @@ Differences = Sequence[StepDifferences]
 
 def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     """Return the faults that the replies of all ranks show, the most important first."""
-    drift, left_out = _drift(by_rank), _left_out(by_rank)
     differences = [reply.differences for reply in by_rank if reply.differences is not None]
-    found: list[Fault] = [drift] if drift is not None else []
-    if len(differences) == len(by_rank):
-        causes = (cause(differences) for cause in CAUSES)
-        first = next((fault for fault in causes if fault is not None), None)  # others may be consequences
-        found += [first] if first is not None else []
-    return tuple(found + ([left_out] if left_out is not None else []))
+    differ = len(differences) == len(by_rank)
+    causes = [fault for cause in CAUSES if differ and (fault := cause(differences)) is not None]
+    counters = _counters(by_rank)
+    if counters is not None:
+        causes = [*(fault for fault in causes if fault.rule in _BEFORE_COUNTERS), counters]
+    found = [_drift(by_rank), *causes[:1], _left_out(by_rank)]  # further causes may be consequences
+    return tuple(fault for fault in found if fault is not None)
 
 
 # ---- where the steps differ first
@@ -149,26 +149,6 @@ def _not_stepped(differences: Differences) -> Fault | None:
         verdict=f"{label(behind)}: fewer optimizer steps than on other ranks, so rows stay behind",
         evidence=tuple(f"{label(ranks)}: {plural(count, 'optimizer step')}" for count, ranks in counts.items()),
         fix="call optimizer.step() on every rank: each rank updates only its own rows",
-    )
-
-
-def _other_counters(differences: Differences) -> Fault | None:
-    counters = by_value((rank, each.counters) for rank, each in enumerate(differences))
-    if len(counters) < 2:
-        return None
-    texts = {
-        label(ranks): ", ".join(
-            f"{plural(counter.steps, 'step')} for {plural(counter.num_params, 'parameter')} ({counter.first}, ...)"
-            for counter in known
-        )
-        or "no state"
-        for known, ranks in counters.items()
-    }
-    return Fault(
-        rule="optimizer-counters",
-        verdict="the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
-        evidence=tuple(f"{ranks}: {text}" for ranks, text in texts.items()),
-        fix="load the same checkpoint of the optimizer on every rank, with torch.distributed.checkpoint.state_dict",
     )
 
 
@@ -306,7 +286,6 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
     _other_data,
     _not_finite,
     _not_stepped,
-    _other_counters,
     _unreduced,
     _partial_norm,
     _wrong_scale,
@@ -314,6 +293,9 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
     _precision,
 )
 """The causes of a difference, the most important first."""
+
+_BEFORE_COUNTERS = ("different-data", "not-finite", "rank-not-stepped")
+"""Rules of causes of which other counters may be a consequence."""
 
 
 def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
@@ -334,6 +316,60 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
         verdict=f"the replicas of the model had different parameters before the step, in {plural(len(units), 'unit')}",
         evidence=tuple(texts[:4]),
         fix="load one checkpoint on every rank, and let all ranks reduce: model.set_requires_all_reduce(True)",
+    )
+
+
+def _counters(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find wrong numbers of steps in the optimizers' state; they are in the unsharded copy too, and make no difference.
+
+    Parameters without a gradient in some steps have fewer: that the numbers of one rank differ is no fault.
+    """
+    steps = [{name: each.steps for each in reply.counters for name in each.params} for reply in by_rank]
+    known: dict[str, set[int | None]] = {}
+    for name, number in (item for own in steps for item in own.items()):
+        known.setdefault(name, set()).add(number)
+    differing = [name for name, numbers in known.items() if len(numbers) > 1]
+    if differing:
+        return _of_counters(
+            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
+            [{name: own[name] for name in differing if name in own} for own in steps],
+        )
+    reset = [dict.fromkeys(reply.reset, 0) for reply in by_rank]
+    if any(reset):
+        return _of_counters(
+            "the optimizer counts 0 steps although its moments are not zero, so it overrates them", reset
+        )
+    uneven = [{name: each.steps for each in reply.uneven for name in each.params} for reply in by_rank]
+    if any(uneven):
+        return _of_counters(
+            "one step of the optimizer counted differently for parameters that all have a gradient, as if some shared "
+            "one count",
+            uneven,
+        )
+    return None
+
+
+def _of_counters(verdict: str, steps: Sequence[Mapping[str, int | None]]) -> Fault:
+    """Return the fault with the numbers of steps of parameters, by rank; a rank without any is left out."""
+    texts: dict[str, list[int]] = {}
+    for rank, own in enumerate(steps):
+        texts.setdefault(_in_words(own), []).append(rank)
+    return Fault(
+        rule="optimizer-counters",
+        verdict=verdict,
+        evidence=tuple(f"{label(ranks)}: {text}" for text, ranks in texts.items() if text),
+        fix="load the same checkpoint of the optimizer on every rank, with torch.distributed.checkpoint.state_dict",
+    )
+
+
+def _in_words(steps: Mapping[str, int | None]) -> str:
+    """Return e.g. ``3 steps for 10 parameters (0.up.weight, ...)``; empty without parameters."""
+    names: dict[int | None, list[str]] = {}
+    for name, number in steps.items():
+        names.setdefault(number, []).append(name)
+    counts = {number: "no state" if number is None else plural(number, "step") for number in names}
+    return ", ".join(
+        f"{counts[number]} for {plural(len(own), 'parameter')} ({own[0]}, ...)" for number, own in names.items()
     )
 
 

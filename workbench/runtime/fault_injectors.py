@@ -12,13 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torchs
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
@@ -27,14 +28,16 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
-from workbench.events import unit_words
+from workbench.events import Edge, Kind, unit_words
 from workbench.protocol.fault_kinds import KINDS
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.lint_rules import parts_of
 from workbench.runtime.lint_target import LintTarget, LintUnit
 from workbench.runtime.namespace import optimizers_of, user_namespace
+from workbench.runtime.recorder import Recorder
 from workbench.runtime.trainer import find_step_function
+from workbench.watch import _torch_private
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,8 @@ def injects(*checks: Check) -> Callable[[Injection], Injection]:
 
 # ---- checks
 
+_NEWEST = 10_000  # rows: a step of any model that is taught with
+
 
 def _has_other_ranks(scene: FaultScene) -> None:
     if scene.rank.groups.world_size < 2:
@@ -148,9 +153,18 @@ def _has_distributed_loader(scene: FaultScene) -> None:
         raise scene.fails("there is no DataLoader with a DistributedSampler among the variables")
 
 
+def _gathered(recorder: Recorder) -> list[int]:
+    """Return the units in the order in which the newest step gathered them; empty without one."""
+    rows = recorder.newest(_NEWEST)
+    rows = rows[(rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN) & (rows["step"] >= 0)]
+    found: list[int] = rows["unit"][rows["step"] == rows["step"].max(initial=0)].tolist()
+    return found
+
+
 def _is_not_first(scene: FaultScene) -> None:
-    inner = [unit for unit in scene.target.sharded if unit.modules and unit.info.name]
-    if all(unit is not scene.unit for unit in inner[1:]):
+    inner = {unit.info.index: unit for unit in scene.target.sharded if unit.modules and unit.info.name}
+    first = next((index for index in _gathered(scene.rank.recorder) if index in inner), next(iter(inner), None))
+    if scene.unit.info.index not in inner or scene.unit.info.index == first:
         raise scene.fails(f"{unit_words(scene.unit.info.name)} is gathered first anyway; name another: --unit UNIT")
 
 
@@ -216,9 +230,15 @@ def skip_collective(scene: FaultScene) -> Iterator[None]:
 def wrong_order(scene: FaultScene) -> Iterator[None]:
     """Gather a unit too early, on one rank."""
     module: Any = scene.module
-    # torch's engine checks nothing, and transfers of different lengths would end its process: the root comes first
-    comes_first = bool(scene.unit.info.engine)
-    with _held(*([_before(scene.target.model, module.unshard, is_gathered=comes_first)] if scene.is_here else [])):
+    model, is_torchs = scene.target.model, bool(scene.unit.info.engine)
+    # torch's engine checks nothing, and transfers of different lengths would end its process: the root comes first. It
+    # begins to prefetch before any later hook
+    early: AbstractContextManager[None] = nullcontext()
+    if scene.is_here and is_torchs and isinstance(model, torchs.FSDPModule):
+        early = _torch_private.prefetched_first(model, module)
+    elif scene.is_here:
+        early = _held(_before(model, module.unshard, is_gathered=is_torchs))
+    with early:
         yield
 
 

@@ -76,6 +76,7 @@ class Gate:
         self.interrupts = Interrupts(self._on_interrupt)
         self.event = recorder.event
         self.memory, self.phase, self.late_end = recorder.memory, recorder.phase, recorder.late_end
+        self.readers = recorder.readers
         self.unit, self.comm_group, self.issued = recorder.unit, recorder.comm_group, recorder.issued
         self.source, self.metric = recorder.source, recorder.metric
         self.begin_step, self.end_step = recorder.begin_step, recorder.end_step

@@ -187,6 +187,10 @@ class Recorder:
             return
         self._append(kind, Edge.END, unit, num_bytes, NO_CATEGORY, pair, t_ns)
 
+    def readers(self, edge: Edge, rank: int = -1) -> None:
+        """Record a wait for ranks that have yet to read; not counted in :attr:`ordinal`."""
+        self._append(Kind.READERS, edge, -1, 0, value=rank if edge is Edge.END else _NAN)
+
     def issued(self, comm: Comm, wait: Callable[[], object]) -> None:
         """Mark where a collective on a device ends."""
         if self.device_clock is not None and self.is_recording:

@@ -26,10 +26,17 @@ from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
 from workbench.events import unit_words
-from workbench.protocol.commands import Difference, StepCounter, StepDifferences, Verify, VerifyReply
+from workbench.protocol.commands import Difference, StepDifferences, Verify, VerifyReply
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
+from workbench.runtime.step_counters import (
+    RaisedCounters,
+    check_counted,
+    held_params,
+    reset_counters,
+    step_counters,
+)
 from workbench.runtime.step_observation import (
     GradObserver,
     OutputObserver,
@@ -60,8 +67,8 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         rank: this rank.
 
     Raises:
-        UsageError: there is no sharded model, several without a name, no step function, or the step function does not
-            train the named variable.
+        UsageError: there is no sharded model, several without a name, no step function, the step function does not
+            train the named variable, or an optimizer lost its counts of steps.
     """
     sharded, largest = verified_model(command.model, rank), rank.groups.largest
     step = find_step_function(command.fn)
@@ -69,10 +76,13 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
     sharded.reshard()  # else the model would hold full parameters here, and those would be restored
     buffers = tuple(clean(name) for name, buffer in sharded.model.named_buffers() if not _is_finite(buffer))
     unmanaged = sharded.unmanaged
-    replicas, counters = sharded.replica_sums(), _step_counters(sharded.model, optimizers)
+    replicas = sharded.replica_sums()
+    held = held_params(sharded.model, set().union(*(sharded.owned(unit.index) for unit in sharded.units)), optimizers)
+    check_counted(held, largest)
+    counters, reset, raised = step_counters(held), reset_counters(held), RaisedCounters(held)
     with _restored(sharded, optimizers):
         pair = _Pair(sharded, optimizers, step, largest)
-        pair.run()
+        pair.run(raised)
         found = _compare(sharded, pair.before, pair.after)
         found["ok"] = found["ok"] and pair.has_equal_norms()
         left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
@@ -80,7 +90,7 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
     differences = None
     if largest(int(not found["ok"])):
         with _restored(sharded, optimizers):
-            differences = _Pair(sharded, optimizers, step, largest, keeps=True).run_and_locate(counters)
+            differences = _Pair(sharded, optimizers, step, largest, keeps=True).run_and_locate()
     return VerifyReply(
         **found,
         buffers_not_finite=buffers,
@@ -90,6 +100,9 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         differences=differences,
         replicas=replicas,
         left_out=left_out,
+        counters=counters,
+        reset=reset,
+        uneven=raised.uneven(),
     )
 
 
@@ -140,15 +153,15 @@ class _Pair:
     def _came(self, name: str, _: torch.Tensor) -> None:
         self._order.setdefault(name)
 
-    def run(self) -> None:
-        """Run both steps.
+    def run(self, raised: RaisedCounters) -> None:
+        """Run both steps; ``raised`` observes the sharded one.
 
         Raises:
             UsageError: the step does not train the copy on any rank.
         """
         with _restored_random_numbers(), self._expected.watching():
             self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
-        with _restored_random_numbers(), self._actual.watching():
+        with _restored_random_numbers(), self._actual.watching(), raised.watching():
             self.loss_sharded = loss_of(self._step())
 
     def has_equal_norms(self) -> bool:
@@ -185,12 +198,8 @@ class _Pair:
 
     # ---- where the steps differ
 
-    def run_and_locate(self, counters: tuple[StepCounter, ...]) -> StepDifferences:
-        """Run both steps, and return where they differ first.
-
-        Args:
-            counters: numbers of steps in the optimizers' state before.
-        """
+    def run_and_locate(self) -> StepDifferences:
+        """Run both steps, and return where they differ first."""
         copies, originals = modules_of(self._reference), modules_of(self._sharded.model)
         both = {path: module for path, module in copies.items() if path in originals}
         expected = OutputObserver(both)
@@ -212,7 +221,6 @@ class _Pair:
             missing=tuple(name for name in self._order if self._is_missing(name)),
             unreduced=tuple(titles[index] for index in self._sharded.unreduced()),
             optimizer_steps=self._actual.optimizer_steps,
-            counters=counters,
             rounded_to=self._rounded_to(),
         )
 
@@ -295,16 +303,6 @@ class _Pair:
 
 def _norm(norms: Mapping[str, torch.Tensor]) -> float:
     return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
-
-
-def _step_counters(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple[StepCounter, ...]:
-    """Return how many parameters have each number of steps in the optimizers' state."""
-    names = {id(param): clean(name) for name, param in model.named_parameters()}
-    found: dict[int, list[str]] = {}
-    for param, state in (item for optimizer in optimizers for item in optimizer.state.items()):
-        if id(param) in names and "step" in state:
-            found.setdefault(int(state["step"]), []).append(names[id(param)])
-    return tuple(StepCounter(steps=n, num_params=len(own), first=own[0]) for n, own in sorted(found.items()))
 
 
 def _unsharded_copies(

@@ -465,6 +465,18 @@ def will_unshard(group: ParamGroup) -> bool:
     return group._all_gather_result is None and not group.is_unsharded and is_wanted
 
 
+@contextmanager
+def prefetched_first(model: FSDPModule, module: FSDPModule) -> Iterator[None]:
+    """Let the forward of ``model`` prefetch ``module`` before all else in the body."""
+    state, first = model._get_fsdp_state(), module._get_fsdp_state()
+    before = state._states_to_forward_prefetch
+    state._states_to_forward_prefetch = [first, *(each for each in before if each is not first)]
+    try:
+        yield
+    finally:
+        state._states_to_forward_prefetch = before
+
+
 def is_gathering(group: ParamGroup) -> bool:
     """Return whether an all-gather was started and not yet waited for."""
     return group._all_gather_result is not None

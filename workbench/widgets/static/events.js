@@ -30,6 +30,7 @@ export const KINDS = /** @type {const} */ ([
   {"words": "barrier", "colour": "#8a8c83", "isCollective": true},
   {"words": "send", "colour": "#dbafc7", "isCollective": false},
   {"words": "recv", "colour": "#dbafc7", "isCollective": false},
+  {"words": "wait for readers", "colour": "#8a8c83", "isCollective": false},
 ]);
 export const KIND = /** @type {const} */ ({
   STEP: 0,
@@ -61,6 +62,7 @@ export const KIND = /** @type {const} */ ({
   BARRIER: 26,
   SEND: 27,
   RECV: 28,
+  READERS: 29,
 });
 
 export const CATEGORIES = /** @type {const} */ ([

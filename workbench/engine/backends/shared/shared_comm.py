@@ -221,6 +221,7 @@ class SharedMemoryCastAllGather:
         if before is None:
             return
         if self._readers.is_unread(before.number):
+            self._readers.wait_until_issued(before.number)  # recorded, unlike the wait for the barrier, now short
             wait_for_all_to_issue(before.barrier, "all-gather through shared memory")
             before.output.data = before.output.clone()
             self._readers.done(before.number)

@@ -25,11 +25,13 @@ from typing import Any, Self, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from workbench.engine import probe
 from workbench.engine.backends.page_pool import Region, can_share, madvise
 from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
 from workbench.engine.collective_order import FIRST_POLL_S, LAST_POLL_S, Collective
 from workbench.engine.comm import Peers
 from workbench.engine.errors import CollectiveFailed
+from workbench.events import Edge
 
 host = ""
 """Identity of this process's host; empty if it was never set.
@@ -303,22 +305,36 @@ class Readers:
             StepAborted, RanksDisagreeError, CollectiveFailed: as :meth:`wait`.
         """
         if self._generation == self._group.index:
-            self._wait_while(lambda: self._yet_to_read(number))
+            self._wait_while(lambda: self._not_above(number, 2))
 
     def _wait_while(self, find_behind: Callable[[], list[int]]) -> None:
-        if not find_behind():
+        behind = find_behind()
+        if not behind:
             return
+        probe.readers(Edge.BEGIN)
         delay_s, next_look_s = FIRST_POLL_S, time.monotonic() + SLICE_S
         try:
-            while behind := find_behind():
+            while behind:
+                last = behind[-1]
                 cancellation.sleep(delay_s)
                 delay_s = min(2 * delay_s, LAST_POLL_S)
                 if time.monotonic() > next_look_s:
                     next_look_s += SLICE_S
                     self._check(behind)
+                behind = find_behind()
         except BaseException as error:
             self._group.give_up(error)
             raise
+        probe.readers(Edge.END, self._group.ranks[last])
+
+    def wait_until_issued(self, number: int) -> None:
+        """Wait, interruptibly, until the others have issued collective ``number``.
+
+        Raises:
+            StepAborted, RanksDisagreeError, CollectiveFailed: as :meth:`wait`.
+        """
+        if self._generation == self._group.index:
+            self._wait_while(lambda: self._not_above(number, 1))
 
     def _behind(self) -> list[int]:
         """Return the ranks that have yet to read, except those ahead: nothing that they do can wait for this rank."""
@@ -326,9 +342,10 @@ class Readers:
         places = range(0, len(numbers), 3)
         return [i // 3 for i in places if numbers[i + 2] < self._num_read and numbers[i + 1] <= issued]
 
-    def _yet_to_read(self, number: int) -> list[int]:
-        done = range(2, len(self._numbers), 3)
-        return [i // 3 for i in done if self._numbers[i] <= number and i != self._own + 2]
+    def _not_above(self, number: int, column: int) -> list[int]:
+        """Return the other ranks whose count of collectives, issued (column 1) or read (2), leaves ``number`` out."""
+        places = range(column, len(self._numbers), 3)
+        return [i // 3 for i in places if self._numbers[i] <= number and i != self._own + column]
 
     def _check(self, behind: list[int]) -> None:
         self._group.look()
