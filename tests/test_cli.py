@@ -209,14 +209,18 @@ def test_the_exit_status_of_doctor(well, code, monkeypatch):
 # ---- view and where
 
 
-def record(folder, *, ranks=(0, 1), at_ns=None, end=None):
-    """Record ``ranks`` of a run of two ranks, whose newest row is of now, or of ``at_ns`` on this clock."""
+UP_NS = 24 * 3600 * 10**9
+"""The clock of the recorded host: it was started a day ago."""
+
+
+def record(folder, *, ranks=(0, 1), ago_s=0, end=None):
+    """Record ``ranks`` of a run of two ranks that still runs; its newest row is ``ago_s`` seconds old."""
     trace = example_trace(num_ranks=2, num_units=2, steps=2)
-    now_ns, wall_ns = time.monotonic_ns(), time.time_ns()
+    now_ns, wall_ns = UP_NS, time.time_ns()
     newest_ns = int(trace.rank(0).rows["t_ns"][-1])
     for rank in ranks:
         rows = trace.rank(rank).rows.copy()
-        rows["t_ns"] += (now_ns if at_ns is None else at_ns) - newest_ns
+        rows["t_ns"] += now_ns - ago_s * 10**9 - newest_ns
         begin_ns = int(rows["t_ns"][0])
         start = RunStart(rank=rank, world_size=2, clock="one", t_ns=begin_ns, wall_ns=wall_ns - now_ns + begin_ns)
         writer = RecordingWriter(folder, start, trace.header, 1 << 30)
@@ -240,7 +244,7 @@ def test_where_says_that_a_run_goes_on_and_leaves_with_0(tmp_path, capsys):
 
 
 def test_where_says_that_a_run_is_stalled_and_leaves_with_1(tmp_path, capsys):
-    record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
+    record(tmp_path, ranks=[0], ago_s=3600)
     assert cli.main(["where", str(tmp_path)]) == 1
     first, *_, last = capsys.readouterr().out.splitlines()
     assert first == "rank 0 has recorded no event for 1 h"
@@ -315,7 +319,7 @@ def test_view_says_what_is_wrong_and_leaves_with_1(argv, why, tmp_path, monkeypa
 
 
 def test_where_as_json_has_the_same_status(tmp_path, capsys):
-    record(tmp_path, ranks=[0], at_ns=time.monotonic_ns() - 3600 * 10**9)
+    record(tmp_path, ranks=[0], ago_s=3600)
     assert cli.main(["where", "--json", str(tmp_path)]) == 1
     found = json_schema.read(capsys.readouterr().out)
     assert (found["command"], found["type"], found["error"]) == ("where", "RunWhereReport", None)
