@@ -63,6 +63,14 @@ describe("a command", () => {
     expect(model.spoken[0]).toMatchObject({ line: line.line, outcome: "runs" });
   });
 
+  it("is sent as the line that was typed, for the kernel to parse", async () => {
+    const { model, asked, settle } = await beginning({ do: said });
+    void model.do("explain rank 1");
+    expect(model.spoken[0]?.line).toBe("%fsdp explain \u2026");
+    await settle();
+    expect(asked).toContainEqual(expect.objectContaining({ word: "do", command: "explain rank 1" }));
+  });
+
   it("that fails says why", async () => {
     const { model } = await beginning({ do: { ...said, text: "No step function.", is_error: true } });
     const done = model.do(step);

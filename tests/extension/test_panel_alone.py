@@ -146,6 +146,23 @@ def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
     tab.locator(".lm-TabBar-tabCloseIcon").click()
 
 
+def test_an_explanation_is_shown_with_its_picture_below_it(lab):
+    views = section(lab, "Views")
+    views.get_by_label("Explain").fill("step")
+    view(lab, "Explain").click()
+    tab = lab.page.get_by_role("tab", name="FSDP: explain", exact=True)
+    expect(tab).to_be_visible()
+    shown = lab.page.locator(".fsdp-Picture:visible")
+    expect(shown.locator("strong")).to_contain_text("step 1 took ")
+    expect(shown.locator(".gtitle")).to_contain_text("Step 1: ")
+    shot(lab, "explain")
+    views.get_by_label("Explain").fill("nothing.here")
+    views.get_by_label("Explain").press("Enter")
+    expect(reply(lab)).to_contain_text("there is no unit 'nothing.here'")
+    expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
 def test_a_step_is_verified_and_failures_are_red(lab):
     view(lab, "Verify").click()
     expect(reply(lab)).to_contain_text("sharded training is the same as unsharded")

@@ -27,6 +27,7 @@ from workbench.replay.training import summary
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ClockReading, Header, HostClock
+from workbench.views.theme import PLOTLY_MIME
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
@@ -92,6 +93,8 @@ def test_hello_must_be_the_first_message(browser):
             "expected a whole number, 0 for the newest",
         ),
         ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
+        ({"word": "do", "number": 7, "command": "step\nstop"}, "a command is one line"),
+        ({"word": "do", "number": 7, "command": "shrad model"}, "shrad"),
         ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "the panel opens its own dashboard"),
         ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "its own dashboard"),
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
@@ -374,6 +377,33 @@ def test_a_figure_is_the_same_as_in_a_notebook(started):
     assert one["line"] == "%fsdp layout --unit '(root)'"
     assert "of the parameters of (root)" in one["text"]
     assert "there is no unit 'rot'; the units, nearest first: (root)" in started.do("layout", unit="rot")["text"]
+
+
+def trained(started, steps=3):
+    started.fake.sharded()
+    started.fake.script["step"] = started.fake.trains(steps)
+    started.do("step", count=steps)
+    wait_until(lambda: started.look()["ended"] is not None)
+
+
+def test_an_explanation_is_a_text_with_the_figure_that_shows_it(started):
+    trained(started)
+    answer = started.do("explain", subject="step")
+    assert (answer["line"], answer["is_error"]) == ("%fsdp explain step", False)
+    assert answer["text"].startswith("step 2 took ")
+    assert answer["data"]["text/plain"] == answer["text"]
+    assert "step 2 took " in answer["data"]["text/html"]
+    figure = started.do("timeline", step=2)["data"][PLOTLY_MIME]
+    assert answer["data"][PLOTLY_MIME] == figure
+
+
+def test_a_line_is_parsed_as_in_a_cell(started):
+    trained(started)
+    answer = started.ask("do", command="explain rank 1 --step 1")
+    assert answer["line"] == "%fsdp explain rank 1 --step 1"
+    assert answer["text"].startswith("step 1 took ")
+    assert started.ask("spell", command="explain 'rank' 1")["line"] == "%fsdp explain rank 1"
+    assert started.ask("do", command="explain -h")["line"] == "%fsdp help explain"
 
 
 def test_a_background_step_stops_at_a_breakpoint_that_can_be_turned_off(started):
