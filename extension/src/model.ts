@@ -25,7 +25,7 @@ export interface Reply {
 }
 
 /** Commands whose result shows in the state of the ranks, if they did not fail. */
-export const HEARD: ReadonlySet<string> = new Set(["step", "pause", "next", "continue"]);
+export const HEARD: ReadonlySet<string> = new Set(["step", "run", "pause", "next", "continue"]);
 
 /** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;

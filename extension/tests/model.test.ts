@@ -100,7 +100,7 @@ describe("the reply under the buttons", () => {
   const shard: Command = { word: "shard", model: "model" };
 
   /** Have a command done whose answer is `reply`; returns what is told. */
-  async function after(command: Command, reply: Partial<CommandOutput>): Promise<PanelModel> {
+  async function after(command: Command | string, reply: Partial<CommandOutput>): Promise<PanelModel> {
     const { model, settle } = await beginning({ do: { ...said, ...reply } });
     void model.do(command);
     await settle();
@@ -124,6 +124,8 @@ describe("the reply under the buttons", () => {
 
   it("is nothing where the state says what came of it", async () => {
     expect((await after({ word: "pause" }, {})).reply).toBeNull();
+    expect((await after("run train.py", {})).reply).toBeNull();
+    expect((await after("run train.py", { text: "no script", is_error: true })).reply).toMatchObject({ text: "no script" });
   });
 
   it("says how what went on in the background has ended, and nothing of what a cell did", async () => {

@@ -42,6 +42,7 @@ def lab(tmp_path_factory, chromium):
     with jupyterlab(folder, [LONG], panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
         with open_notebook(url, chromium) as lab:
+            lab.folder = folder
             yield lab
 
 
@@ -181,6 +182,20 @@ def test_a_truncated_reply_can_be_shown_in_a_tab(lab):
     tab = lab.page.get_by_role("tab", name="FSDP: export", exact=True)
     expect(tab).to_be_visible()
     tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
+def test_a_script_is_run_by_a_form_and_a_missing_one_is_named(lab):
+    (lab.folder / "train.py").write_text("import sys\nassert sys.argv[1:] == ['--lr', '1e-3']\nlearned = 1\n")
+    script = section(lab, "Script")
+    script.get_by_label("Script and arguments").fill("trian.py --lr 1e-3")
+    script.get_by_role("button", name="Run").click()
+    expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+    expect(reply(lab)).to_contain_text("there is no script trian.py in ")
+    script.get_by_label("Script and arguments").fill("train.py --lr 1e-3")
+    script.get_by_label("Script and arguments").press("Enter")
+    expect(reply(lab)).to_contain_text("%fsdp run --background train.py --lr 1e-3")
+    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))
+    shot(lab, "script")
 
 
 def test_the_panel_follows_the_dashboard_in_front(lab):

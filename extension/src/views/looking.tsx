@@ -5,7 +5,7 @@ import type { ViewWord } from "../actions";
 import type { PanelModel } from "../model";
 import { type Command, type Compare, type Export, type Open, VIEWS } from "../protocol";
 import { obstacles, type Typed } from "../words";
-import { Action, Field, Text } from "./parts";
+import { Action, Field, Line, Text } from "./parts";
 
 interface LookingProps {
   readonly model: PanelModel;
@@ -129,19 +129,5 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
     </>
-  );
-}
-
-function Line({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
-  return (
-    <form
-      className="fsdp-Line"
-      onSubmit={(event) => {
-        event.preventDefault();
-        run();
-      }}
-    >
-      {children}
-    </form>
   );
 }

@@ -12,6 +12,7 @@ import { Controls, Told } from "./controls";
 import { Explain, Record, Views } from "./looking";
 import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
+import { Script } from "./script";
 import { ShardForm } from "./shard";
 import { Spoken } from "./spoken";
 import { StartForm } from "./start";
@@ -101,6 +102,11 @@ function Body(props: PanelProps): React.JSX.Element {
       )}
       {state === null ? null : (
         <>
+          {state.cluster.held_by ? null : (
+            <Section name="Script" {...folding}>
+              <Script model={model} />
+            </Section>
+          )}
           <Section name="Views" {...folding}>
             <Views model={model} draw={draw} execute={execute} />
             <Explain model={model} draw={draw} />

@@ -130,6 +130,21 @@ export function Field({ label, hint, isWide = false, children }: FieldProps): Re
   );
 }
 
+/** A field with its button: a form that runs on Enter as well. */
+export function Line({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
+  return (
+    <form
+      className="fsdp-Line"
+      onSubmit={(event) => {
+        event.preventDefault();
+        run();
+      }}
+    >
+      {children}
+    </form>
+  );
+}
+
 interface ReplyTextProps {
   readonly text: string;
   readonly label: string;
