@@ -51,7 +51,7 @@ export class Pictures {
     const made = types.map((type) => this.#rendermime.createRenderer(type));
     for (const renderer of made) tab.content.addWidget(renderer);
     this.#app.shell.activateById(tab.id);
-    const model = new MimeModel({ data: data as PartialJSONObject });
+    const model = new MimeModel({ data: data as PartialJSONObject, trusted: true }); // the kernel escapes all names
     for (const renderer of made) await renderer.renderModel(model);
   }
 

@@ -403,8 +403,10 @@ def test_an_explanation_is_a_text_with_the_figure_that_shows_it(started):
     assert answer["text"].startswith("step 2 took ")
     assert answer["data"]["text/plain"] == answer["text"]
     assert "step 2 took " in answer["data"]["text/html"]
-    figure = started.do("timeline", step=2)["data"][PLOTLY_MIME]
-    assert answer["data"][PLOTLY_MIME] == figure
+    figure, drawn = answer["data"][PLOTLY_MIME], started.do("timeline", step=2)["data"][PLOTLY_MIME]
+    assert figure["data"] == drawn["data"]
+    buttons = figure["layout"]["updatemenus"][0]["buttons"]
+    assert answer["data"]["text/html"].count("<button") == len(buttons) - 1 == 4  # a rank each
 
 
 def test_a_line_is_parsed_as_in_a_cell(started):

@@ -46,7 +46,7 @@ from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Run, Shard, Step, to_text
-from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explain_report import ExplainReport, linked
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -221,10 +221,11 @@ class Client:
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
 
     def _bundle(self, result: Any) -> dict[str, Any]:  # noqa: ANN401 - a report or a figure
-        """Return ``result`` by MIME type, that of an explanation with the figure that shows it."""
+        """Return ``result`` by MIME type, an explanation with the figure that shows it."""
         figure = self._workbench.picture(result) if isinstance(result, ExplainReport) else None
-        shown = {} if figure is None else figure._repr_mimebundle_()
-        return {**shown, **result._repr_mimebundle_()}
+        if figure is None:
+            return dict(result._repr_mimebundle_())
+        return {**figure._repr_mimebundle_(), **linked(result, figure)}
 
     def _run(self, command: Command, on_notice: Callable[[str], None]) -> Any:  # noqa: ANN401 - depends on the command
         """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""

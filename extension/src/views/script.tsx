@@ -10,7 +10,7 @@ export function Script({ model }: { readonly model: PanelModel }): React.JSX.Ele
   const isGiven = script.trim() !== "";
   return (
     <Line run={() => { if (isGiven) void model.do(run); }}>
-      <Field label="Script and arguments" isWide hint="A script for torchrun, relative to the notebook, or -m MODULE; then its arguments">
+      <Field label="Path, arguments" isWide hint="A script for torchrun, relative to the notebook, or -m MODULE; then its arguments">
         <Text value={script} placeholder="train.py --lr 1e-3" change={setScript} />
       </Field>
       <Action className="jp-mod-styled" isEnabled={isGiven} title="Run it on the ranks, unchanged, as torchrun would" command={run}>
