@@ -38,7 +38,7 @@ FEW := not browser and (not parity or 2-None)# nothing in a browser, and the eng
 WHOLE := $(if $(CI),-m "")# in CI all tests, elsewhere those that are not marked `exhaustive` or `thorough`
 SPREAD = --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder# files in the order of tests/conftest.py
 export PYTHONDONTWRITEBYTECODE :=# tests start hundreds of Pythons: each would compile all sources again
-PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*.css workbench/widgets/static/* workbench/widgets/static/*/*)
+PANEL := $(wildcard extension/*.json extension/*/*.ts extension/*/*.tsx extension/*/*/*.tsx extension/*/*.css workbench/widgets/static/* workbench/widgets/static/*/*)
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -9,10 +9,13 @@ from tests.helpers.browser import figures, open_offline, titles_follow_the_width
 from tests.helpers.simulated_job import example_trace
 from workbench.cluster.pending_replies import Output
 from workbench.notebook_page import to_page
+from workbench.reports.explain_report import linked
+from workbench.reports.explanations import explain
 from workbench.session.outputs import written_at_once
 from workbench.views import draw, theme
 from workbench.views.theme import PLOTLY_MIME
 
+OUTLINE = 3  # pixels of the line around marked events
 FIGURE = json.loads(go.Figure(go.Bar(y=[3, 1, 2]), layout={"title": "a </script> in its title"}).to_json())
 WIDGET = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}, "text/plain": "IntProgress(value=0)"}
 
@@ -93,6 +96,32 @@ def test_text_of_figures_has_the_colour_of_the_pages_text(tmp_path, chromium):
         assert opened.page.evaluate("getComputedStyle(document.querySelector('.gtitle')).fill") == opened.page.evaluate(
             "getComputedStyle(document.querySelector('.jp-Notebook, main, body')).color"
         )
+
+
+@pytest.mark.browser
+def test_evidence_of_an_explanation_marks_its_events_in_the_figure_below(tmp_path, chromium):
+    trace = example_trace()
+    found = explain(trace, "step")
+    figure = draw(found.picture.view, trace, **found.picture.options, marks=found.marks)
+    data = [linked(found, figure), figure._repr_mimebundle_()]
+    cells = [
+        nbformat.v4.new_code_cell(
+            "%fsdp explain step", outputs=[nbformat.v4.new_output("display_data", data=each) for each in data]
+        )
+        for _ in range(2)
+    ]
+    page = to_page(nbformat.v4.new_notebook(cells=cells), title="T")
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    with open_offline(chromium, tmp_path / "page.html") as opened:
+        figures(opened.page)
+        first, second = (opened.page.locator(".jp-CodeCell").nth(number) for number in range(2))
+        outline = f'.shapelayer path[style*="stroke-width: {OUTLINE}px"]'
+        second.get_by_role("button", name=found.answer.evidence[1]).press("Enter")
+        second.locator(outline).wait_for()
+        assert first.locator(outline).count() == 0  # the figure of its own cell
+        second.locator(".updatemenu-button").first.click()
+        second.locator(outline).wait_for(state="detached")
+        assert opened.complaints == []
 
 
 EVIL = "</pre><img src=x onerror='document.title = 1'><script>document.title = 2</script>"

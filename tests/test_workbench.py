@@ -34,6 +34,7 @@ from workbench.trace import steps
 from workbench.trace.columns import Trace
 from workbench.trace.file import load, save
 from workbench.trace.schema import BufferSum
+from workbench.views.mark_buttons import marked
 from workbench.workbench import Workbench
 
 
@@ -914,7 +915,9 @@ def test_explanations_are_reports_with_a_picture(trained):
     trained.step(3)
     found = trained.explain("wait", step=1)
     assert "of step 1 for collectives" in found.headline
-    assert trained.picture(found).to_json() == trained.timeline(step=1).to_json()
+    picture = trained.picture(found)
+    assert [each.to_json() for each in picture.data] == [each.to_json() for each in trained.timeline(step=1).data]
+    assert list(marked(picture)) == [line for line in found.answer.evidence if " up to " in line]
     assert trained.explain("rank", "1").subject == trained.explain("1").subject == "rank 1"
     trained.back(1)
     assert trained.explain("blocks.0").headline == "blocks.0 is sharded: freed after backward in step 2"

@@ -1085,8 +1085,10 @@ class Workbench:
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 
     def picture(self, report: ExplainReport) -> go.Figure | None:
-        """Return the figure that shows what an explanation says; None if there is none."""
-        return None if report.picture is None else self.view(report.picture.view, **report.picture.options)
+        """Return the figure that shows what an explanation says, with the events that it names; None: there is none."""
+        if report.picture is None:
+            return None
+        return self.view(report.picture.view, **report.picture.options, marks=report.marks)
 
     def _compared(self, a: Side, b: Side, *, rank: int | None = None) -> CompareReport:
         (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)

@@ -53,6 +53,7 @@ const FORMS = [
   ["fsdp:open", "Open a Trace\u2026", "Record"],
   ["fsdp:compare", "Compare\u2026", "Record"],
   ["fsdp:shard", "Shard\u2026", "Shard"],
+  ["fsdp:run", "Run a Script\u2026", "Script"],
 ] as const;
 
 /** Add all commands; returns the ids of those that make sense without a context menu. */

@@ -3,7 +3,7 @@ import type { IRenderMime, IRenderMimeRegistry } from "@jupyterlab/rendermime";
 
 import { followWidth, type Graph } from "../../workbench/widgets/static/figures.js";
 
-const FIGURE = "application/vnd.plotly.v1+json";
+export const FIGURE = "application/vnd.plotly.v1+json";
 const PICTURE = "image/png";
 const RANK = 2; // of plotly's extension
 

@@ -3,9 +3,9 @@ import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Client, Refusal, type Standing } from "./client";
-import type { Command, Model, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
+import type { Model, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
 import type { Wanted } from "./starting";
-import type { Prepared } from "./words";
+import { type Prepared, type Typed, wordOf } from "./words";
 
 /** A command run from this panel, and its result. */
 export interface Spoken {
@@ -25,7 +25,7 @@ export interface Reply {
 }
 
 /** Commands whose result shows in the state of the ranks, if they did not fail. */
-export const HEARD: ReadonlySet<Command["word"]> = new Set(["step", "pause", "next", "continue"]);
+export const HEARD: ReadonlySet<string> = new Set(["step", "run", "pause", "next", "continue"]);
 
 /** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;
@@ -183,30 +183,31 @@ export class PanelModel implements IDisposable {
   }
 
   /** Run a command and keep it with its result. Returns whether it succeeded. */
-  async do(command: Command): Promise<boolean> {
+  async do(command: Typed): Promise<boolean> {
     return (await this.#say(command)) !== null;
   }
 
   /** Run a command that draws; returns the picture by MIME type, null if there is none. */
-  async show(command: Command): Promise<Readonly<Record<string, unknown>> | null> {
+  async show(command: Typed): Promise<Readonly<Record<string, unknown>> | null> {
     const said = await this.#say(command, true);
     return (said?.data as Readonly<Record<string, unknown>> | null | undefined) ?? null;
   }
 
   /** Run a command; null if it failed. `isShown`: its output is shown elsewhere. */
-  async #say(command: Command, isShown = false): Promise<CommandOutput | null> {
+  async #say(command: Typed, isShown = false): Promise<CommandOutput | null> {
     this.#key += 1;
     const key = this.#key;
-    if (command.word === "abort") this.#aborts += 1;
+    const word = wordOf(command);
+    if (word === "abort") this.#aborts += 1;
     this.#reply = null;
-    this.#remember({ key, line: `%fsdp ${command.word} \u2026`, text: "", outcome: "runs" });
+    this.#remember({ key, line: `%fsdp ${word} \u2026`, text: "", outcome: "runs" });
     void this.line(command).then((line) => {
       if (line !== null) this.#amend(key, { line });
     });
     try {
       const said = await this.#client.ask<"said">({ word: "do", command });
       const { line, text, is_error: isBad } = said;
-      if (isBad || (text !== "" && !HEARD.has(command.word) && !isShown)) this.#reply = { line, text, isBad };
+      if (isBad || (text !== "" && !HEARD.has(word) && !isShown)) this.#reply = { line, text, isBad };
       this.#amend(key, { line, text, outcome: isBad ? "failed" : "done" });
       return isBad ? null : said;
     } catch (error) {
@@ -215,12 +216,12 @@ export class PanelModel implements IDisposable {
       this.#amend(key, { text, outcome: "failed" });
       return null;
     } finally {
-      if (command.word === "abort") this.#aborts -= 1;
+      if (word === "abort") this.#aborts -= 1;
     }
   }
 
   /** The line to type for a command; null: no kernel answers. */
-  async line(command: Command): Promise<string | null> {
+  async line(command: Typed): Promise<string | null> {
     try {
       return (await this.#client.ask<"line">({ word: "spell", command })).line;
     } catch {

@@ -6,9 +6,12 @@ import { type IRenderMimeRegistry, MimeModel } from "@jupyterlab/rendermime";
 import type { PartialJSONObject } from "@lumino/coreutils";
 import { Panel, type Widget } from "@lumino/widgets";
 
+import { FIGURE } from "./figures";
 import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
-import type { Command } from "./protocol";
+import { type Typed, wordOf } from "./words";
+
+const TEXT = "text/html";
 
 /** Page width in pixels below which a notebook and a tab do not fit side by side. */
 const WIDE = 1_000;
@@ -33,21 +36,23 @@ export class Pictures {
   }
 
   /** Run a command that draws, and show its picture, in the tab of the same command and notebook if there is one. */
-  async draw(model: PanelModel, notebook: NotebookPanel | null, command: Command): Promise<void> {
+  async draw(model: PanelModel, notebook: NotebookPanel | null, command: Typed): Promise<void> {
     const data = await model.show(command);
-    if (data !== null) await this.show(notebook, command.word, data);
+    if (data !== null) await this.show(notebook, wordOf(command), data);
   }
 
-  /** Show data, by MIME type. */
+  /** Show data, by MIME type: a text with a figure below it, or what is preferred among the types. */
   async show(notebook: NotebookPanel | null, name: string, data: Readonly<Record<string, unknown>>): Promise<void> {
-    const type = this.#rendermime.preferredMimeType(data as PartialJSONObject, "any");
-    if (type === undefined) return;
-    const picture = this.#rendermime.createRenderer(type);
+    const preferred = this.#rendermime.preferredMimeType(data as PartialJSONObject, "any");
+    if (preferred === undefined) return;
+    const types = preferred === FIGURE && TEXT in data ? [TEXT, FIGURE] : [preferred];
     const tab = this.#tabOf(notebook, name);
     for (const before of [...tab.content.widgets]) before.dispose();
-    tab.content.addWidget(picture);
+    const made = types.map((type) => this.#rendermime.createRenderer(type));
+    for (const renderer of made) tab.content.addWidget(renderer);
     this.#app.shell.activateById(tab.id);
-    await picture.renderModel(new MimeModel({ data: data as PartialJSONObject }));
+    const model = new MimeModel({ data: data as PartialJSONObject, trusted: true }); // the kernel escapes all names
+    for (const renderer of made) await renderer.renderModel(model);
   }
 
   /** Open a page that a notebook's kernel wrote, in a browser tab. */

@@ -31,10 +31,13 @@ export interface FindParams extends PanelMessage {
 
 export interface FormatCommand extends PanelMessage {
   readonly word: "spell";
-  readonly command: Command;
+  readonly command: Command | string;
 }
 
-export interface RunCommand extends PanelMessage { readonly word: "do"; readonly command: Command; }
+export interface RunCommand extends PanelMessage {
+  readonly word: "do";
+  readonly command: Command | string;
+}
 
 export interface GetHistory extends PanelMessage { readonly word: "recall"; }
 

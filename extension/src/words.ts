@@ -1,7 +1,15 @@
 /** A state in words and trees: pure functions of the kernel's answers. */
 import { formatBytes, formatLoss } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
-import type { Model, ParamInfo, Preview, RankState, State, UnitInfo } from "./protocol";
+import type { Model, ParamInfo, Preview, RankState, RunCommand, State, UnitInfo } from "./protocol";
+
+/** A command, or the text of its line behind `%fsdp`, which the kernel parses as it does that of a cell. */
+export type Typed = RunCommand["command"];
+
+/** The word of a command. */
+export function wordOf(command: Typed): string {
+  return typeof command === "string" ? (command.split(" ", 1)[0] ?? "") : command.word;
+}
 
 /** Which controls are enabled. */
 export interface Can {

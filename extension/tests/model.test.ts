@@ -63,6 +63,14 @@ describe("a command", () => {
     expect(model.spoken[0]).toMatchObject({ line: line.line, outcome: "runs" });
   });
 
+  it("is sent as the line that was typed, for the kernel to parse", async () => {
+    const { model, asked, settle } = await beginning({ do: said });
+    void model.do("explain rank 1");
+    expect(model.spoken[0]?.line).toBe("%fsdp explain \u2026");
+    await settle();
+    expect(asked).toContainEqual(expect.objectContaining({ word: "do", command: "explain rank 1" }));
+  });
+
   it("that fails says why", async () => {
     const { model } = await beginning({ do: { ...said, text: "No step function.", is_error: true } });
     const done = model.do(step);
@@ -92,7 +100,7 @@ describe("the reply under the buttons", () => {
   const shard: Command = { word: "shard", model: "model" };
 
   /** Have a command done whose answer is `reply`; returns what is told. */
-  async function after(command: Command, reply: Partial<CommandOutput>): Promise<PanelModel> {
+  async function after(command: Command | string, reply: Partial<CommandOutput>): Promise<PanelModel> {
     const { model, settle } = await beginning({ do: { ...said, ...reply } });
     void model.do(command);
     await settle();
@@ -116,6 +124,8 @@ describe("the reply under the buttons", () => {
 
   it("is nothing where the state says what came of it", async () => {
     expect((await after({ word: "pause" }, {})).reply).toBeNull();
+    expect((await after("run train.py", {})).reply).toBeNull();
+    expect((await after("run train.py", { text: "no script", is_error: true })).reply).toMatchObject({ text: "no script" });
   });
 
   it("says how what went on in the background has ended, and nothing of what a cell did", async () => {

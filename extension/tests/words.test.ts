@@ -21,11 +21,18 @@ import {
   statusLine,
   tree,
   unitsIn,
+  wordOf,
 } from "../src/words";
 import { ANSWERS } from "./answers";
 import { cluster, rank, state, STEP, unit } from "./told";
 
 const STOPPED = { ...STEP, is_stopped: true, stop: "2 ranks stopped before all-gather of blocks.2, step 11", reasons: ["breakpoint 1"] };
+
+describe("the word of a command", () => {
+  it("is that of its data, or the first one of its line", () => {
+    expect([wordOf({ word: "step" }), wordOf("explain rank 1"), wordOf("explain")]).toEqual(["step", "explain", "explain"]);
+  });
+});
 
 describe("the tree of units", () => {
   it("has modules inside modules, and their units in the order told", () => {

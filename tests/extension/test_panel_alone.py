@@ -42,6 +42,7 @@ def lab(tmp_path_factory, chromium):
     with jupyterlab(folder, [LONG], panel=built_panel(), has_one_kernel=False) as url:
         write_notebook(folder / "other.ipynb", ["1 + 1"])
         with open_notebook(url, chromium) as lab:
+            lab.folder = folder
             yield lab
 
 
@@ -146,6 +147,25 @@ def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
     tab.locator(".lm-TabBar-tabCloseIcon").click()
 
 
+def test_an_explanation_is_shown_with_its_picture_below_it(lab):
+    views = section(lab, "Views")
+    views.get_by_label("Explain").fill("step")
+    view(lab, "Explain").click()
+    tab = lab.page.get_by_role("tab", name="FSDP: explain", exact=True)
+    expect(tab).to_be_visible()
+    shown = lab.page.locator(".fsdp-Picture:visible")
+    expect(shown.locator("strong")).to_contain_text("step 1 took ")
+    expect(shown.locator(".gtitle")).to_contain_text("Step 1: ")
+    shown.get_by_role("button", name=re.compile("^rank 1: ")).click()  # a line of evidence
+    expect(shown.locator('.shapelayer path[style*="stroke-width: 3px"]')).to_have_count(1)
+    shot(lab, "explain")
+    views.get_by_label("Explain").fill("nothing.here")
+    views.get_by_label("Explain").press("Enter")
+    expect(reply(lab)).to_contain_text("there is no unit 'nothing.here'")
+    expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+    tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
 def test_a_step_is_verified_and_failures_are_red(lab):
     view(lab, "Verify").click()
     expect(reply(lab)).to_contain_text("sharded training is the same as unsharded")
@@ -164,6 +184,20 @@ def test_a_truncated_reply_can_be_shown_in_a_tab(lab):
     tab = lab.page.get_by_role("tab", name="FSDP: export", exact=True)
     expect(tab).to_be_visible()
     tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
+def test_a_script_is_run_by_a_form_and_a_missing_one_is_named(lab):
+    (lab.folder / "train.py").write_text("import sys\nassert sys.argv[1:] == ['--lr', '1e-3']\nlearned = 1\n")
+    script = section(lab, "Script")
+    script.get_by_label("Path, arguments").fill("trian.py --lr 1e-3")
+    script.get_by_role("button", name="Run").click()
+    expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
+    expect(reply(lab)).to_contain_text("there is no script trian.py in ")
+    script.get_by_label("Path, arguments").fill("train.py --lr 1e-3")
+    script.get_by_label("Path, arguments").press("Enter")
+    expect(reply(lab)).to_contain_text("%fsdp run --background train.py --lr 1e-3")
+    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))
+    shot(lab, "script")
 
 
 def test_the_panel_follows_the_dashboard_in_front(lab):

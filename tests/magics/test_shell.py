@@ -119,6 +119,7 @@ def test_an_explanation_is_shown_with_the_picture_below_it(notebook):
     text, figure = notebook.ok("%fsdp explain step").shown
     assert text["text/plain"].startswith("step 2 took ")
     assert figure["text/plain"].startswith("Step 2: ")
+    assert text["text/html"].count("<button") == notebook.fake.num_ranks
     cell = notebook.ok("found = %fsdp explain blocks.0")
     assert cell.shown == []
     assert notebook.shell.user_ns["found"].headline == "blocks.0 is sharded: freed after backward in step 2"

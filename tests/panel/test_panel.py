@@ -8,7 +8,16 @@ from typing import get_args
 
 import pytest
 
-from tests.helpers.fake_cluster import SHARD_RESULT, FakeCluster, example_model, gives, inside, raises, step_result
+from tests.helpers.fake_cluster import (
+    SHARD_RESULT,
+    FakeCluster,
+    example_model,
+    gives,
+    inside,
+    raises,
+    ran,
+    step_result,
+)
 from tests.helpers.live_view import state_at
 from tests.helpers.simulated_job import with_loss
 from tests.helpers.trace_strategies import example_trace
@@ -16,10 +25,11 @@ from tests.helpers.waiting import wait_until
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
 from workbench.codec import decode, encode
-from workbench.errors import Interrupted
+from workbench.errors import Interrupted, UsageError
 from workbench.events import Category
 from workbench.live.messages import VERSION, Answer, RestPreview, TrainingSummary
 from workbench.live.panel_state import params_of, preview, units_of
+from workbench.magics.command_lines import parse_line
 from workbench.panel.client import Client
 from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.replay.shards import at_rest, shards, totals
@@ -27,6 +37,7 @@ from workbench.replay.training import summary
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.trace.columns import Trace
 from workbench.trace.schema import ClockReading, Header, HostClock
+from workbench.views.theme import PLOTLY_MIME
 
 BAD_NAME = "</script><img src=x onerror=alert(1)>\"'"
 
@@ -92,6 +103,8 @@ def test_hello_must_be_the_first_message(browser):
             "expected a whole number, 0 for the newest",
         ),
         ({"word": "do", "number": 7, "command": {"word": "start", "num_ranks": 0}}, "at least 1, got '0'"),
+        ({"word": "do", "number": 7, "command": "step\nstop"}, "a command is one line"),
+        ({"word": "do", "number": 7, "command": "shrad model"}, "shrad"),
         ({"word": "do", "number": 7, "command": {"word": "dashboard"}}, "the panel opens its own dashboard"),
         ({"word": "do", "number": 7, "command": {"word": "timeline", "canvas": True}}, "its own dashboard"),
         ({"word": "spell", "number": 7, "command": {"word": "next", "what": "day"}}, "next takes one of"),
@@ -376,6 +389,35 @@ def test_a_figure_is_the_same_as_in_a_notebook(started):
     assert "there is no unit 'rot'; the units, nearest first: (root)" in started.do("layout", unit="rot")["text"]
 
 
+def trained(started, steps=3):
+    started.fake.sharded()
+    started.fake.script["step"] = started.fake.trains(steps)
+    started.do("step", count=steps)
+    wait_until(lambda: started.look()["ended"] is not None)
+
+
+def test_an_explanation_is_a_text_with_the_figure_that_shows_it(started):
+    trained(started)
+    answer = started.do("explain", subject="step")
+    assert (answer["line"], answer["is_error"]) == ("%fsdp explain step", False)
+    assert answer["text"].startswith("step 2 took ")
+    assert answer["data"]["text/plain"] == answer["text"]
+    assert "step 2 took " in answer["data"]["text/html"]
+    figure, drawn = answer["data"][PLOTLY_MIME], started.do("timeline", step=2)["data"][PLOTLY_MIME]
+    assert figure["data"] == drawn["data"]
+    buttons = figure["layout"]["updatemenus"][0]["buttons"]
+    assert answer["data"]["text/html"].count("<button") == len(buttons) - 1 == 4  # a rank each
+
+
+def test_a_line_is_parsed_as_in_a_cell(started):
+    trained(started)
+    answer = started.ask("do", command="explain rank 1 --step 1")
+    assert answer["line"] == "%fsdp explain rank 1 --step 1"
+    assert answer["text"].startswith("step 1 took ")
+    assert started.ask("spell", command="explain 'rank' 1")["line"] == "%fsdp explain rank 1"
+    assert started.ask("do", command="explain -h")["line"] == "%fsdp help explain"
+
+
 def test_a_background_step_stops_at_a_breakpoint_that_can_be_turned_off(started):
     started.fake.sharded()
     started.fake.script["step"] = inside
@@ -406,6 +448,46 @@ def test_a_background_step_stops_at_a_breakpoint_that_can_be_turned_off(started)
     assert state["request"] is None
     assert (state["ended"]["line"], state["ended"]["is_error"]) == ("%fsdp step 3 --background", False)
     assert (state["ended"]["count"], state["ended"]["text"][:6]) == (1, "1 step")
+
+
+def test_a_script_runs_in_the_background_with_its_arguments(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    started.fake.script["run"] = ran()
+    answer = started.ask("do", command="run train.py --lr 1e-3 'a b'")
+    assert (answer["line"], answer["is_error"]) == ("%fsdp run --background train.py --lr 1e-3 'a b'", False)
+    assert "runs in the background" in answer["text"]
+    wait_until(lambda: started.look()["ended"] is not None)
+    assert started.look()["ended"]["is_error"] is False
+    assert "train.py" in started.look()["ended"]["line"]
+
+
+def test_a_script_that_cannot_run_is_refused_with_the_sentence_of_the_magic(browser, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def sentence(line):
+        with pytest.raises(UsageError) as caught:
+            browser.workbench.do(parse_line(line))
+        return str(caught.value)
+
+    none = browser.ask("do", command="run train.py")
+    assert (none["text"], none["is_error"]) == (sentence("run train.py"), True)
+    assert "Start them with %fsdp start" in none["text"]
+    browser.do("start", num_ranks=2)
+    missing = browser.ask("do", command="run train.py")
+    assert (missing["text"], missing["is_error"]) == (sentence("run train.py"), True)
+    assert f"there is no script train.py in {tmp_path}" in missing["text"]
+    (tmp_path / "train.py").touch()
+    browser.fake.sharded()
+    browser.fake.script["step"] = inside
+    browser.do("break", action="add", event="backward")
+    browser.do("step")
+    wait_until(lambda: (browser.look()["request"] or {}).get("is_stopped"))
+    busy = browser.ask("do", command="run train.py")
+    assert (busy["text"], busy["is_error"]) == (sentence("run train.py"), True)
+    assert "%fsdp step --background is stopped" in busy["text"]
+    assert "the following arguments are required: FILE" in browser.ask("do", command="run")["text"]
+    browser.do("abort")
 
 
 def test_steps_with_a_nan_loss_end_as_failures(started):

@@ -1,5 +1,6 @@
 """Explanations: the verdict of each kind, what they name, and what they abstain from."""
 
+import html
 import re
 import time
 from dataclasses import replace
@@ -19,11 +20,12 @@ from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group
-from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS, explain
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
+from workbench.views.mark_buttons import marked
 
 MS = 1_000_000
 KEPT = Setup(num_ranks=2, num_units=8, steps=7, reshard_after_forward=False)
@@ -131,6 +133,76 @@ def test_within_the_clock_error_no_rank_is_called_slow():
     found = explain(far, "step")
     assert found.faults == ()
     assert any("the clock error" in reason for reason in found.abstained)
+
+
+# ---- the events that evidence names
+
+
+def rows_at(trace, mark):
+    rows = trace.rank(mark.rank).rows
+    return rows[(rows["seq"] >= mark.first_seq) & (rows["seq"] <= mark.last_seq)]
+
+
+def test_the_evidence_of_a_straggler_is_marked_on_it():
+    trace = simulate(Setup(num_ranks=2, steps=8, slow=1, slow_in="forward"))
+    found = explain(trace)
+    whole, forward, unit, wait, *ranks = (found.marks[line] for line in found.answer.evidence)
+    assert [mark.rank for mark in (whole, forward, unit, wait, *ranks)] == [1, 1, 1, 0, 0, 1]
+    assert rows_at(trace, whole)["kind"][[0, -1]].tolist() == [Kind.STEP, Kind.STEP]
+    assert rows_at(trace, forward)["kind"][[0, -1]].tolist() == [Kind.FORWARD, Kind.FORWARD]
+    assert rows_at(trace, unit)["unit"][[0, -1]].tolist() == [0, 0]
+    assert rows_at(trace, wait)["kind"][[0, -1]].tolist() == [Kind.WAIT, Kind.WAIT]
+    begin, end = wait.times_ns(trace.rank(0).rows)
+    assert end - begin > 190 * MS  # the long one
+
+
+def test_each_wait_is_marked_where_a_rank_waited_longest():
+    trace = simulate(KEPT)
+    found = explain(trace, "wait")
+    for line, wait in zip(found.answer.evidence, found.waits[:6], strict=False):
+        mark = found.marks[line]
+        rows = rows_at(trace, mark)
+        assert (rows["kind"][0], rows["edge"][0]) == (Kind.WAIT, 0)
+        assert mark.rank in wait.ranks
+    assert len(found.marks) == 6
+
+
+def test_units_are_marked_from_their_gather_to_the_peak():
+    trace = simulate(KEPT)
+    found = explain(trace, "peak")
+    moment, *units = found.marks.values()
+    assert moment.first_seq == moment.last_seq
+    assert units
+    for mark in units:
+        assert mark.last_seq == moment.last_seq
+        assert rows_at(trace, mark)["kind"][0] == Kind.UNSHARD
+
+
+def test_the_history_of_a_unit_is_marked_in_its_row():
+    trace = simulate(CLEAN)
+    found = explain(trace, "blocks.1")
+    first, mark = next(iter(found.marks.items()))
+    assert first == found.answer.evidence[0]
+    assert mark.unit == 1
+    assert rows_at(trace, mark)["kind"][[0, -1]].tolist() == [Kind.UNSHARD, Kind.RESHARD]
+    assert next(iter(marked(draw("states", trace, unit="blocks.1", step=6, marks=found.marks)))) == first
+
+
+def test_each_marked_line_is_a_button_and_names_are_text():
+    trace = simulate(CLEAN)
+    evil = "<img src=x onerror=alert(1)>');alert(2)//\"{place}"
+    unit = replace(trace.header.units[0], name=evil)
+    trace = Trace(replace(trace.header, units=(unit, *trace.header.units[1:])), trace.ranks)
+    found = explain(trace, "wait")
+    text = linked(found, draw("timeline", trace, step=found.step, marks=found.marks))["text/html"]
+    assert "<img" not in text
+    buttons = re.findall(r'<button type="button" style="[^"]*" onclick="([^"]*)">([^<]*) \[(\d+)\]</button>', text)
+    assert [html.unescape(line) for _, line, _ in buttons] == list(found.marks)
+    assert any(evil in html.unescape(line) for _, line, _ in buttons)
+    assert {script.replace(f"[{place}]", "[]") for script, _, place in buttons} == {
+        buttons[0][0].replace("[1]", "[]")
+    }  # the number of the button is the only difference
+    assert "<button" not in found._repr_html_()  # no picture is below it
 
 
 # ---- the step, and the waits

@@ -61,6 +61,9 @@ VERSION = 3
 COMMAND = {"typescript": "Command"}
 """Metadata of a field that holds a command as plain data: its type in TypeScript."""
 
+LINE = {"typescript": "Command | string"}
+"""Metadata of a field that holds a command as plain data, or the text of its line behind ``%fsdp``."""
+
 Panel = Literal["ranks", "memory", "units", "timeline"]
 
 
@@ -163,11 +166,11 @@ class FormatCommand(PanelMessage):
     """Asks for the ``%fsdp`` line of a command.
 
     Attributes:
-        command: a command.
+        command: a command, or the text of its line.
     """
 
     word: ClassVar[str] = "spell"
-    command: Any = field(metadata=COMMAND)
+    command: Any = field(metadata=LINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +178,11 @@ class RunCommand(PanelMessage):
     """Asks to run a command, as its line in a cell would.
 
     Attributes:
-        command: a command.
+        command: a command, or the text of its line.
     """
 
     word: ClassVar[str] = "do"
-    command: Any = field(metadata=COMMAND)
+    command: Any = field(metadata=LINE)
 
 
 @dataclass(frozen=True, kw_only=True)

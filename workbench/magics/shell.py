@@ -26,12 +26,12 @@ from workbench.magics.command_lines import (
     split,
 )
 from workbench.magics.completion import matcher_for
-from workbench.magics.display_output import emit, log, result_is_dropped, say, show
+from workbench.magics.display_output import emit, log, publish, result_is_dropped, say, show
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
-from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
@@ -96,8 +96,11 @@ class FsdpMagics(Magics):
             return None
         if value is None or not result_is_dropped(sys._getframe()):
             return value
-        show(value)
-        if isinstance(value, ExplainReport) and (figure := self.workbench.picture(value)) is not None:
+        figure = self.workbench.picture(value) if isinstance(value, ExplainReport) else None
+        if figure is None:
+            show(value)
+        else:
+            publish(linked(value, figure))
             show(figure)
         return None
 

@@ -44,7 +44,9 @@ from workbench.live.panel_state import models_of, panel_state, params_of, previe
 from workbench.live.server import Views
 from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
+from workbench.magics.parser import HelpAsked
 from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Run, Shard, Step, to_text
+from workbench.reports.explain_report import ExplainReport, linked
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -208,7 +210,7 @@ class Client:
             if isinstance(result, str):
                 remarks.append(result)
                 result = None
-            data = {} if result is None else dict(result._repr_mimebundle_())
+            data = {} if result is None else self._bundle(result)
             text, is_error = "\n".join([*remarks, *([data["text/plain"]] if data else [])]), False
         except Interrupted as given_up:  # as requested
             data, text, is_error = {}, str(given_up), False
@@ -217,6 +219,13 @@ class Client:
         except Exception as error:  # noqa: BLE001 - a thread has no caller to raise to
             data, text, is_error = {}, f"{type(error).__name__}: {error}", True
         self._tell(CommandOutput(number=number, line=line, text=text, is_error=is_error, data=data))
+
+    def _bundle(self, result: Any) -> dict[str, Any]:  # noqa: ANN401 - a report or a figure
+        """Return ``result`` by MIME type, an explanation with the figure that shows it."""
+        figure = self._workbench.picture(result) if isinstance(result, ExplainReport) else None
+        if figure is None:
+            return dict(result._repr_mimebundle_())
+        return {**figure._repr_mimebundle_(), **linked(result, figure)}
 
     def _run(self, command: Command, on_notice: Callable[[str], None]) -> Any:  # noqa: ANN401 - depends on the command
         """Run a command, ``continue`` and ``next`` in the background: the notebook stays free."""
@@ -232,19 +241,26 @@ class Client:
 
 
 def read_command(data: Any) -> Command:  # noqa: ANN401 - any JSON may come
-    """Return ``data`` as a command, parsed from its line; missing arguments have their defaults.
+    """Return ``data``, a command or the text of its line, parsed from its line; missing arguments have their defaults.
 
     Raises:
         UsageError: there is no such command, its arguments are invalid, or they do not fit on one line.
     """
+    line = data if isinstance(data, str) else to_text(_decoded(data))
+    if len(line.splitlines()) > 1:  # any of Python's line breaks ends the magic's line
+        raise UsageError("a command is one line, but an argument has a line break")
+    try:
+        return parse_line(line)
+    except HelpAsked:
+        return Help(topic=line.split()[0])
+
+
+def _decoded(data: Any) -> Command:  # noqa: ANN401 - any JSON may come
     try:
         command: Command = decode_named(WORDS, data, "command", fill=True)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    line = to_text(command)
-    if len(line.splitlines()) > 1:  # any of Python's line breaks ends the magic's line
-        raise UsageError("a command is one line, but an argument has a line break")
-    return parse_line(line)
+    return command
 
 
 def line_of(command: Command) -> str:

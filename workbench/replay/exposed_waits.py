@@ -32,8 +32,8 @@ AHEAD = 0.1
 _Key = tuple[int, int, bool, int, int]
 """Unit, kind, whether in backward, place of the cause, and late rank."""
 
-_Wait = tuple[int, int, int]
-"""Time waited, time of the transfer, and payload."""
+_Wait = tuple[int, int, int, int]
+"""Time waited, time of the transfer, payload, and the event that issued it."""
 
 
 class WaitReason(Enum):
@@ -65,6 +65,8 @@ class ExposedWait:
         most_ns: time waited by the rank that waited most.
         time_ns: mean time of a transfer once all ranks had joined.
         num_bytes: payload of one.
+        longest_rank: the rank of the longest single wait.
+        longest_seq: number of the event on that rank that issued its collective.
     """
 
     unit: int
@@ -78,6 +80,8 @@ class ExposedWait:
     most_ns: int
     time_ns: float
     num_bytes: int
+    longest_rank: int
+    longest_seq: int
 
 
 def exposed_waits(times: Mapping[int, RankTimes], step: int) -> tuple[ExposedWait, ...]:
@@ -92,8 +96,9 @@ def exposed_waits(times: Mapping[int, RankTimes], step: int) -> tuple[ExposedWai
 
 def _together(key: _Key, by_rank: Mapping[int, list[_Wait]], num_ranks: int) -> ExposedWait:
     unit, kind, in_backward, cause, late_rank = key
-    waited = {rank: sum(wait_ns for wait_ns, _, _ in waits) for rank, waits in by_rank.items()}
+    waited = {rank: sum(wait[0] for wait in waits) for rank, waits in by_rank.items()}
     every = [wait for waits in by_rank.values() for wait in waits]
+    longest_rank = max(by_rank, key=lambda rank: max(by_rank[rank]))
     return ExposedWait(
         unit=unit,
         kind=Kind(kind),
@@ -104,8 +109,10 @@ def _together(key: _Key, by_rank: Mapping[int, list[_Wait]], num_ranks: int) -> 
         calls=max(map(len, by_rank.values())),
         wait_ns=sum(waited.values()) / num_ranks,
         most_ns=max(waited.values()),
-        time_ns=sum(time_ns for _, time_ns, _ in every) / len(every),
+        time_ns=sum(wait[1] for wait in every) / len(every),
         num_bytes=every[0][2],
+        longest_rank=longest_rank,
+        longest_seq=max(by_rank[longest_rank])[3],
     )
 
 
@@ -133,12 +140,12 @@ def _of_rank(times: RankTimes, step: int) -> list[tuple[_Key, _Wait]]:
         late_ns,
         time_ns,
     )
-    rows = zip(*(column.tolist() for column in (*columns, issued.num_bytes[here])), strict=True)
-    for unit, kind, back, why, rank, waited, late, took, num_bytes in rows:
+    rows = zip(*(column.tolist() for column in (*columns, issued.num_bytes[here], issued.seq[here])), strict=True)
+    for unit, kind, back, why, rank, waited, late, took, num_bytes, seq in rows:
         if late > 0:
-            found.append(((unit, kind, back, REASONS.index(WaitReason.LATE_RANK), rank), (late, took, num_bytes)))
+            found.append(((unit, kind, back, REASONS.index(WaitReason.LATE_RANK), rank), (late, took, num_bytes, seq)))
         if waited > late:
-            found.append(((unit, kind, back, why, -1), (waited - late, took, num_bytes)))
+            found.append(((unit, kind, back, why, -1), (waited - late, took, num_bytes, seq)))
     return found
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_FULLY_SHARD, Category, Unit
 from workbench.fault import Fault, listed
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
+from workbench.replay.event_marks import EventMark
 from workbench.replay.memory import Peak
 from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
 from workbench.replay.unit_history import UnitCause, UnitEvent, UnitHistory, histories
 from workbench.replay.units import unit_name
-from workbench.reports.explain_report import ExplainReport, PeakSaving, Picture
+from workbench.reports.explain_report import Evidence, ExplainReport, PeakSaving, Picture, marks_in
 from workbench.reports.step_study import StepStudy
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
@@ -40,12 +41,14 @@ class PeakExplanation:
         rank: its rank.
         peak_bytes: bytes in use.
         savings: what would lower it; those that change no numbers first.
+        evidence: what shows it, with the events.
     """
 
     answer: Fault
     rank: int
     peak_bytes: int
     savings: tuple[PeakSaving, ...]
+    evidence: Evidence
 
 
 def peak_report(study: StepStudy, subject: str) -> ExplainReport:
@@ -66,6 +69,7 @@ def peak_report(study: StepStudy, subject: str) -> ExplainReport:
         abstained=missing,
         picture=Picture(view="memory", options={"step": step, "rank": found.rank}),
         savings=found.savings,
+        marks=marks_in(found.evidence),
     )
 
 
@@ -89,10 +93,21 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
         f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
         f"{memory.moment(header, found)}"
     )
-    evidence = [_classes(found), *_units(header, at_peak), *_others(peaks, part), *map(price_words, worth)]
+    moment = EventMark(rank=part.rank, first_seq=found.seq, last_seq=found.seq)
+    since = {line: _until(moment, at_peak[unit]) for line, unit in _units(header, at_peak).items()}
+    lines = [*_others(peaks, part), *map(price_words, worth)]
+    evidence: Evidence = {_classes(found): moment, **since, **dict.fromkeys(lines)}
     fix = next((each.line for each in worth if each.knob in _SETTINGS), "")
     answer = Fault(rule="peak", verdict=verdict, evidence=tuple(evidence), fix=fix)
-    return PeakExplanation(answer=answer, rank=part.rank, peak_bytes=found.num_bytes, savings=tuple(worth))
+    return PeakExplanation(
+        answer=answer, rank=part.rank, peak_bytes=found.num_bytes, savings=tuple(worth), evidence=evidence
+    )
+
+
+def _until(peak: EventMark, known: UnitHistory) -> EventMark | None:
+    """Return the events from a unit's first one, such as its all-gather, to the peak; None: it is not recorded."""
+    first = next((event.seq for event in known.events if event.seq >= 0), None)
+    return None if first is None else replace(peak, first_seq=min(first, peak.last_seq))
 
 
 def price_words(saving: PeakSaving) -> str:
@@ -199,8 +214,8 @@ def _classes(found: Peak) -> str:
     return ", ".join(parts)
 
 
-def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> list[str]:
-    """Return why each unit was unsharded or being gathered at a peak, alike ones together."""
+def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> dict[str, int]:
+    """Return why each unit was unsharded or being gathered at a peak, alike ones together, with the first of them."""
     alike: dict[str, list[int]] = {}
     is_short = len(at_peak) > _MAX_UNITS
     for unit, known in at_peak.items():
@@ -208,10 +223,10 @@ def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> list[str]:
         if known.last is UnitCause.KEPT_AFTER_BACKWARD:
             words[-1] = _ENDED
         alike.setdefault(", ".join(words), []).append(unit)
-    lines = []
+    lines = {}
     for why, units in alike.items():
         names = listed([unit_name(header, unit) for unit in units])
-        lines.append(f"{names if len(units) <= _MAX_UNITS else f'{len(units)} units, {names}'}: {why}")
+        lines[f"{names if len(units) <= _MAX_UNITS else f'{len(units)} units, {names}'}: {why}"] = units[0]
     return lines
 
 

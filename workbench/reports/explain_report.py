@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import plotly.graph_objects as go
+
 from workbench.events import Kind, UnitState
 from workbench.fault import Fault
+from workbench.replay.event_marks import EventMark
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group, Part
 from workbench.replay.unit_history import UnitCause
 from workbench.reports.fault_report import FaultReport
+from workbench.views.mark_buttons import Marks, marked
+
+Evidence = Mapping[str, EventMark | None]
+"""Lines of evidence in order, each with the events that it names; None: none that a picture shows."""
+
+
+def marks_in(evidence: Evidence) -> Marks:
+    """Return the events that lines of evidence name, by the line."""
+    return {line: mark for line, mark in evidence.items() if mark is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +154,10 @@ class ExplainReport(FaultReport):
         waits: its exposed waits, the longest first; likewise.
         savings: what would lower its peak.
         units: state of a unit, the most common first.
+        marks: the events that lines of evidence name, by the line.
     """
+
+    internal = ("marks",)
 
     subject: str
     step: int | None
@@ -151,6 +167,7 @@ class ExplainReport(FaultReport):
     waits: tuple[WaitCause, ...] = ()
     savings: tuple[PeakSaving, ...] = ()
     units: tuple[UnitExplanation, ...] = ()
+    marks: Marks = field(default_factory=dict)
 
     @property
     def headline(self) -> str:
@@ -170,3 +187,29 @@ class ExplainReport(FaultReport):
                 found += [("also", fault.verdict), *fault.facts()]
         found += [("picture", self.picture.line)] if self.picture is not None else []
         return [*found, *(("not decided", reason) for reason in self.abstained)]
+
+
+def linked(report: ExplainReport, figure: go.Figure) -> dict[str, str]:
+    """Return an explanation by MIME type, each line of evidence a button for its mark in the figure shown below it."""
+    places = marked(figure)
+
+    def text(line: str) -> str:
+        if line not in places:
+            return html.escape(line)
+        press, words = _PRESS.format(place=places[line]), f"{html.escape(line)} [{places[line]}]"
+        return f'<button type="button" style="{_LINK}" onclick="{press}">{words}</button>'
+
+    return report._repr_mimebundle_() | {"text/html": report.as_html(text)}
+
+
+_LINK = (
+    "padding:0;border:0;background:none;font:inherit;color:var(--jp-content-link-color,inherit);"
+    "text-decoration:underline;text-align:left;cursor:pointer"
+)
+_PRESS = (
+    "for(let at=this.parentElement;at;at=at.parentElement){{"
+    "const graph=[...at.querySelectorAll('.js-plotly-plot')].find((each)=>this.compareDocumentPosition(each)===4);"
+    "if(graph){{graph.querySelectorAll('.updatemenu-button')[{place}]?.dispatchEvent(new MouseEvent('click'));"
+    "graph.scrollIntoView({{block:'nearest'}});break;}}}}"
+)
+"""Presses a button of the next figure. No text becomes part of the script, and no front end has to know it."""

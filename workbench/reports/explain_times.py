@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from workbench.fault import Fault
+from workbench.replay.event_marks import EventMark, mark_in_step
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.step_parts import MIN_STEPS, OWN, Group, Part
 from workbench.reports.explain_peak import is_flat, is_ours, model_of, module_words, unit_path
-from workbench.reports.explain_report import ExplainReport, Picture, RankParts
+from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts
 from workbench.reports.step_study import StepStudy
-from workbench.reports.step_text import time_words, wait_words
+from workbench.reports.step_text import KINDS_OF_PART, time_words, wait_mark, wait_words
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes, format_share, plural
 
@@ -42,13 +43,13 @@ def explain_step(study: StepStudy, subject: str = "step") -> ExplainReport:
         return study.unknown(subject, study.missing)
     lines, picture = rank_lines(study), timeline_of(study.timed)
     if study.fault is not None:
-        return study.report(subject, with_more(study.fault, lines), picture)
+        return study.report(subject, with_more(study.fault, lines), picture, lines)
     is_decided = len(study.comparable.steps) >= MIN_STEPS and len(study.parts) > 1 and not study.abstained
     verdict = f"{shares_words(study)}{'; no rank is slow' if is_decided else ''}"
-    return study.report(subject, Fault(rule="step", verdict=verdict, evidence=tuple(lines)), picture)
+    return study.report(subject, Fault(rule="step", verdict=verdict, evidence=tuple(lines)), picture, lines)
 
 
-def with_more(fault: Fault, lines: Sequence[str]) -> Fault:
+def with_more(fault: Fault, lines: Iterable[str]) -> Fault:
     """Return a fault with further evidence."""
     return Fault(rule=fault.rule, verdict=fault.verdict, evidence=(*fault.evidence, *lines), fix=fault.fix)
 
@@ -63,14 +64,18 @@ def _mean(study: StepStudy) -> str:
     return f" (mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
 
 
-def rank_lines(study: StepStudy) -> list[str]:
+def rank_lines(study: StepStudy) -> Evidence:
     """Return the parts of the step on each rank; of many ranks, those that waited least and most."""
     ranks = sorted(study.ranks, key=lambda each: (each.groups_ns[Group.LATE], each.rank))
     half = MAX_LINES // 2
     shown = ranks if len(ranks) <= MAX_LINES else [*ranks[:half], *ranks[-half:]]
-    lines = [_rank_line(each) for each in sorted(shown, key=lambda each: each.rank)]
+    lines: dict[str, EventMark | None] = {
+        _rank_line(each): mark_in_step(study.trace.rank(each.rank), study.timed)
+        for each in sorted(shown, key=lambda each: each.rank)
+    }
     left_out = len(ranks) - len(shown)
-    return [*lines, *([f"{plural(left_out, 'other rank')} waited for slower ranks in between"] if left_out else [])]
+    more = f"{plural(left_out, 'other rank')} waited for slower ranks in between"
+    return lines | ({more: None} if left_out else {})
 
 
 def _rank_line(each: RankParts) -> str:
@@ -90,7 +95,7 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
         return study.unknown(subject, f"why compute waited is unknown: {study.unseen}")
     if not study.waits:
         verdict = f"compute waited for no collective in {step_name(study.timed)}"
-        return study.report(subject, Fault(rule="wait", verdict=verdict), picture)
+        return study.report(subject, Fault(rule="wait", verdict=verdict), picture, {})
     by_cause = {cause: sum(w.wait_ns for w in study.waits if w.cause is cause) for cause in WaitReason}
     most, total_ns = max(by_cause, key=lambda cause: by_cause[cause]), sum(by_cause.values())
     verdict = (
@@ -98,13 +103,18 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
         f"{format_share(total_ns / study.mean_ns)} of it{_mean(study)}, mostly ({time_words(by_cause[most])}) because "
         f"{_CAUSES[most]}"
     )
-    evidence = [wait_words(study.header, wait) for wait in study.waits[:MAX_LINES]]
-    rest = study.waits[MAX_LINES:]
+    evidence = wait_lines(study, study.waits[:MAX_LINES])
+    rest, lines = study.waits[MAX_LINES:], list(evidence)
     if rest:
-        evidence.append(f"{len(rest)} shorter waits: {time_words(sum(w.wait_ns for w in rest))} together")
+        lines.append(f"{len(rest)} shorter waits: {time_words(sum(w.wait_ns for w in rest))} together")
     fix, price = _best_fix(study)
-    answer = Fault(rule="wait", verdict=verdict, evidence=(*evidence, *price), fix=fix)
-    return study.report(subject, answer, picture)
+    answer = Fault(rule="wait", verdict=verdict, evidence=(*lines, *price), fix=fix)
+    return study.report(subject, answer, picture, evidence)
+
+
+def wait_lines(study: StepStudy, waits: Iterable[ExposedWait]) -> Evidence:
+    """Return a line for each of some exposed waits, with the longest wait."""
+    return {wait_words(study.header, wait): wait_mark(study.trace, wait) for wait in waits}
 
 
 _CAUSES = {
@@ -197,9 +207,14 @@ def explain_rank(study: StepStudy, rank: int) -> ExplainReport:
         absent = f"rank {rank} did not record where it begins: where its time went is unknown"
         return study.unknown(subject, study.missing or absent)
     others = [each for each in study.ranks if each.rank != rank]
-    evidence = [_rank_line(mine), *_against(mine, others), *_peaks(mine, others)]
+    part = study.trace.rank(rank)
+    evidence: dict[str, EventMark | None] = {_rank_line(mine): mark_in_step(part, study.timed)}
+    for line, which in _against(mine, others).items():
+        kinds = KINDS_OF_PART.get(which)
+        evidence[line] = None if kinds is None else mark_in_step(part, study.timed, kinds)
+    evidence |= dict.fromkeys(_peaks(mine, others))
     if study.fault is not None and study.slow is not None and study.slow.rank == rank:
-        return study.report(subject, with_more(study.fault, evidence), timeline_of(study.timed))
+        return study.report(subject, with_more(study.fault, evidence), timeline_of(study.timed), evidence)
     parts = ", ".join(f"{group.value} {format_share(mine.groups_ns[group] / max(mine.step_ns, 1))}" for group in Group)
     verdict = f"{step_name(study.timed)} took {time_words(mine.step_ns)} on rank {rank}: {parts}"
     if others:
@@ -208,18 +223,18 @@ def explain_rank(study: StepStudy, rank: int) -> ExplainReport:
         verdict += f"; it waited {waited} for slower ranks, and the others at most {time_words(for_it)} for it"
     answer = Fault(rule="rank", verdict=verdict, evidence=tuple(evidence))
     picture = Picture(view="timeline", options={"step": study.timed, "rank": rank})
-    return study.report(subject, answer, picture)
+    return study.report(subject, answer, picture, evidence)
 
 
-def _against(mine: RankParts, others: Sequence[RankParts]) -> list[str]:
-    """Return the parts of a rank that differ from the others' median, the most first."""
+def _against(mine: RankParts, others: Sequence[RankParts]) -> dict[str, Part]:
+    """Return the parts of a rank that differ from the others' median by their text, the most first."""
     if not others:
-        return []
+        return {}
     parts = (*OWN, Part.TRANSFERS, Part.COPIES, Part.LATE)
     there = {part: float(np.median([each.parts_ns[part] for each in others])) for part in parts}
     differs = [part for part in parts if abs(mine.parts_ns[part] - there[part]) > WORTH * mine.step_ns]
     differs.sort(key=lambda part: -abs(mine.parts_ns[part] - there[part]))
-    return [f"{p.value}: {time_words(mine.parts_ns[p])}, the others {time_words(there[p])}" for p in differs]
+    return {f"{p.value}: {time_words(mine.parts_ns[p])}, the others {time_words(there[p])}": p for p in differs}
 
 
 def _peaks(mine: RankParts, others: Sequence[RankParts]) -> list[str]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 from workbench.events import Unit, UnitState, unit_words
 from workbench.fault import Fault
+from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import label
 from workbench.replay.unit_history import UnitCause, UnitHistory, histories
 from workbench.reports.explain_peak import event_words, is_flat, is_ours, module_words, unit_path
-from workbench.reports.explain_report import ExplainReport, Picture, UnitExplanation
+from workbench.reports.explain_report import Evidence, ExplainReport, Picture, UnitExplanation, marks_in
+from workbench.reports.explain_times import wait_lines
 from workbench.reports.step_study import StepStudy
-from workbench.reports.step_text import time_words, wait_words
+from workbench.reports.step_text import time_words
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes
@@ -41,12 +44,12 @@ def explain_unit(study: StepStudy, unit: Unit) -> ExplainReport:
     first = known[alike[0][0]]
     is_now = f"{words} is" if study.step is None else f"{words} was, at the end of {step_name(study.step)},"
     whose = f"{label(alike[0])}: " if len(alike) > 1 else ""
-    evidence = [
-        *(f"{event_words(study.header, event, unit.index)}{_in_step(event.step)}" for event in first.events[:-1]),
-        *(f"{label(ranks)}: {_now(study.header, known[ranks[0]], unit)}" for ranks in alike[1:]),
-        _sizes(unit),
-        *_exposed(study, unit),
-    ]
+    lines = [*(f"{label(ranks)}: {_now(study.header, known[ranks[0]], unit)}" for ranks in alike[1:]), _sizes(unit)]
+    evidence: Evidence = {
+        **_history(study.header, alike[0][0], first, unit),
+        **dict.fromkeys(lines),
+        **_exposed(study, unit),
+    }
     answer = Fault(
         rule="unit",
         verdict=f"{whose}{is_now} {_now(study.header, first, unit)}",
@@ -61,7 +64,17 @@ def explain_unit(study: StepStudy, unit: Unit) -> ExplainReport:
         num_checks=0,
         picture=Picture(view="states", options={"unit": words} | ({} if last is None else {"step": last})),
         units=tuple(_explanation(words, ranks, known[ranks[0]]) for ranks in alike),
+        marks=marks_in(evidence),
     )
+
+
+def _history(header: Header, rank: int, known: UnitHistory, unit: Unit) -> Evidence:
+    """Return the events that led to the newest one, each marked until the next."""
+    found: dict[str, EventMark | None] = {}
+    for event, following in pairwise(known.events):
+        mark = EventMark(rank=rank, first_seq=event.seq, last_seq=max(following.seq, event.seq), unit=unit.index)
+        found[f"{event_words(header, event, unit.index)}{_in_step(event.step)}"] = mark if event.seq >= 0 else None
+    return found
 
 
 def _explanation(unit: str, ranks: list[int], known: UnitHistory) -> UnitExplanation:
@@ -111,14 +124,14 @@ def _sizes(unit: Unit) -> str:
     )
 
 
-def _exposed(study: StepStudy, unit: Unit) -> list[str]:
+def _exposed(study: StepStudy, unit: Unit) -> Evidence:
     """Return how long compute waited for the collectives of a unit."""
     if not study.has_steps or study.missing:
-        return []
+        return {}
     waits = [wait for wait in study.waits if wait.unit == unit.index]
     total = time_words(sum(wait.wait_ns for wait in waits))
     found = f"compute waited {total} for its collectives in {step_name(study.timed)}, mean of the ranks"
-    return [found, *(wait_words(study.header, wait) for wait in waits[:_MAX_WAITS])]
+    return {found: None, **wait_lines(study, waits[:_MAX_WAITS])}
 
 
 def _free(unit: Unit, study: StepStudy) -> str:

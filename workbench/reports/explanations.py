@@ -128,9 +128,7 @@ def _primary(study: StepStudy) -> ExplainReport:
     if found is not None and fix is not None and not fix.is_bound and fix.saved_bytes > PROMINENT * found.peak_bytes:
         return peak_report(study, "")
     peak = "" if found is None else f"; the peak is {format_bytes(found.peak_bytes)} on rank {found.rank}"
-    answer = Fault(
-        rule="nothing",
-        verdict=f"nothing stands out: {shares_words(study)}{peak}",
-        evidence=tuple(rank_lines(study)),
-    )
-    return study.report("", answer, timeline_of(study.timed), savings=() if found is None else found.savings)
+    lines = rank_lines(study)
+    verdict = f"nothing stands out: {shares_words(study)}{peak}"
+    answer = Fault(rule="nothing", verdict=verdict, evidence=tuple(lines))
+    return study.report("", answer, timeline_of(study.timed), lines, savings=() if found is None else found.savings)

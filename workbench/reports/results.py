@@ -87,9 +87,13 @@ class Report(ABC):
         return {"text/plain": str(self), "text/html": self._repr_html_()}
 
     def _repr_html_(self) -> str:
+        return self.as_html()
+
+    def as_html(self, text: Callable[[str], str] = html.escape) -> str:
+        """Return the report as HTML; ``text`` returns the value of a fact as HTML."""
         rows = "".join(
             f'<tr><td style="text-align:left;white-space:nowrap;{_MUTED}">{html.escape(name)}</td>'
-            f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+            f'<td style="text-align:left">{text(value)}</td></tr>'
             for name, value in self.facts()
         )
         table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""

@@ -33,8 +33,8 @@ from workbench.replay.step_parts import (
 )
 from workbench.replay.units import unit_name, unseen_words
 from workbench.replay.unreduced import unreduced_units
-from workbench.reports.explain_report import ExplainReport, Picture, RankParts, WaitCause
-from workbench.reports.step_text import slow_rank_fault, time_words, unreduced_fault
+from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts, WaitCause, marks_in
+from workbench.reports.step_text import slow_rank_evidence, slow_rank_fault, time_words, unreduced_fault
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -124,7 +124,12 @@ class StepStudy:
             return unreduced_fault(self.header, unreduced, self.timed)
         if self.slow is None:
             return None
-        return slow_rank_fault(self.header, self.slow, self.waits, self.timed, is_live=self.is_live)
+        return slow_rank_fault(self.slow, self.fault_evidence, is_live=self.is_live)
+
+    @cached_property
+    def fault_evidence(self) -> Evidence:
+        """What shows the slow rank, with the events; empty if there is none."""
+        return {} if self.slow is None else slow_rank_evidence(self.trace, self.slow, self.waits, self.timed)
 
     @cached_property
     def waits(self) -> tuple[ExposedWait, ...]:
@@ -211,8 +216,24 @@ class StepStudy:
         there = f"there {'is' if num == 1 else 'are'} {num}{held}"
         return [f"which rank is slow: that takes {MIN_STEPS} ended steps after the first, and {there}{more}"]
 
-    def report(self, subject: str, answer: Fault, picture: Picture | None, **more: Any) -> ExplainReport:  # noqa: ANN401 - fields
-        """Return the report of an answer about times, with :attr:`fault`."""
+    def report(
+        self,
+        subject: str,
+        answer: Fault,
+        picture: Picture | None,
+        evidence: Evidence,
+        **more: Any,  # noqa: ANN401 - fields
+    ) -> ExplainReport:
+        """Return the report of an answer about times, with :attr:`fault`.
+
+        Args:
+            subject: what is explained.
+            answer: the answer.
+            picture: the view that shows it.
+            evidence: its evidence with the events; that of :attr:`fault` is added.
+            more: further fields of the report.
+        """
+        marks = marks_in({**self.fault_evidence, **evidence})
         found = () if self.fault is None else (answer if answer.rule == self.fault.rule else self.fault,)
         return ExplainReport(
             subject=subject,
@@ -224,6 +245,7 @@ class StepStudy:
             picture=picture,
             ranks=self.ranks,
             waits=tuple(_wait_cause(self.header, wait) for wait in self.waits),
+            marks={line: marks[line] for line in answer.evidence if line in marks},
             **more,
         )
 

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from workbench.events import Kind
 from workbench.fault import Fault, listed
+from workbench.replay.event_marks import EventMark, mark_in_step, mark_of_wait
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.grouping import label, ranges
 from workbench.replay.step_parts import Part, SlowRank
 from workbench.replay.units import unit_name
+from workbench.reports.explain_report import Evidence
+from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.theme import format_bytes, format_duration
@@ -24,6 +27,13 @@ _PARTS = {
     None: "between the steps (input or host)",
 }
 
+KINDS_OF_PART: Mapping[Part | None, tuple[Kind, ...]] = {
+    Part.FORWARD: (Kind.FORWARD,),
+    Part.BACKWARD: (Kind.BACKWARD,),
+    Part.OPTIMIZER: (Kind.OPTIMIZER,),
+}
+"""Kinds of the events of a part of a step that lies together; other parts have pieces in all of it."""
+
 _CAUSES = {
     WaitReason.ISSUED_LATE: "issued only when it was needed",
     WaitReason.AT_ONCE: "waited for as soon as it was issued",
@@ -36,32 +46,48 @@ def time_words(duration_ns: float) -> str:
     return format_duration(duration_ns) if duration_ns else "0"
 
 
-def slow_rank_fault(header: Header, slow: SlowRank, waits: Sequence[ExposedWait], step: int, *, is_live: bool) -> Fault:
-    """Return a slow rank as a fault.
+def slow_rank_evidence(trace: Trace, slow: SlowRank, waits: Sequence[ExposedWait], step: int) -> Evidence:
+    """Return what shows a slow rank.
 
     Args:
-        header: of the trace.
+        trace: what happened.
         slow: the rank.
         waits: exposed waits of a step, the longest first.
         step: number of that step.
-        is_live: whether ranks run, so that a fix may be a line for them.
     """
-    late, step_time, where = time_words(slow.late_ns), time_words(slow.step_ns), _PARTS[slow.part]
-    evidence = [
-        f"median of steps {ranges(slow.steps)}: others wait {late} for rank {slow.rank} in a step of {step_time}",
-        f"{where}: rank {slow.rank} takes {time_words(slow.own_ns)}, the others {time_words(slow.others_ns)}",
-    ]
+    header, part = trace.header, trace.rank(slow.rank)
+    kinds = KINDS_OF_PART.get(slow.part, ())
+    late, step_time = time_words(slow.late_ns), time_words(slow.step_ns)
+    first = f"median of steps {ranges(slow.steps)}: others wait {late} for rank {slow.rank} in a step of {step_time}"
+    own, others = time_words(slow.own_ns), time_words(slow.others_ns)
+    evidence = {
+        first: mark_in_step(part, step),
+        f"{_PARTS[slow.part]}: rank {slow.rank} takes {own}, the others {others}": mark_in_step(part, step, kinds),
+    }
     if slow.unit >= 0:
         own, others = map(time_words, slow.unit_ns)
-        unit = unit_name(header, slow.unit)
-        evidence.append(f"most of it in {unit}: rank {slow.rank} takes {own}, the others {others}")
+        line = f"most of it in {unit_name(header, slow.unit)}: rank {slow.rank} takes {own}, the others {others}"
+        evidence[line] = mark_in_step(part, step, kinds, slow.unit)
     longest = next((w for w in waits if w.cause is WaitReason.LATE_RANK and w.late_rank == slow.rank), None)
     if longest is not None:
         waited = f"{label(longest.ranks)} up to {time_words(longest.most_ns)}"
-        evidence.append(f"longest wait in {step_name(step)}: {waited} for the {collective_words(header, longest)}")
+        line = f"longest wait in {step_name(step)}: {waited} for the {collective_words(header, longest)}"
+        evidence[line] = wait_mark(trace, longest)
+    return evidence
+
+
+def slow_rank_fault(slow: SlowRank, evidence: Evidence, *, is_live: bool) -> Fault:
+    """Return a slow rank as a fault.
+
+    Args:
+        slow: the rank.
+        evidence: what shows it.
+        is_live: whether ranks run, so that a fix may be a line for them.
+    """
+    late, step_time = time_words(slow.late_ns), time_words(slow.step_ns)
     return Fault(
         rule="slow-rank",
-        verdict=f"rank {slow.rank} is slow {where}: others wait {late} of each step of {step_time} for it",
+        verdict=f"rank {slow.rank} is slow {_PARTS[slow.part]}: others wait {late} of each step of {step_time} for it",
         evidence=tuple(evidence),
         fix="%fsdp step 5 --background, then %fsdp where --stacks" if is_live else "",
     )
@@ -98,6 +124,11 @@ def wait_words(header: Header, wait: ExposedWait) -> str:
     times = f" in {wait.calls} waits" if wait.calls > 1 else ""
     waited = f"{label(wait.ranks)} up to {time_words(wait.most_ns)}{times}"
     return f"{collective_words(header, wait)}: {waited}; {_cause_words(wait)}"
+
+
+def wait_mark(trace: Trace, wait: ExposedWait) -> EventMark | None:
+    """Return the mark of the longest of some exposed waits."""
+    return mark_of_wait(trace.rank(wait.longest_rank), wait.longest_seq)
 
 
 def _cause_words(wait: ExposedWait) -> str:

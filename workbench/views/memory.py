@@ -16,6 +16,7 @@ from plotly.subplots import make_subplots
 
 from workbench.events import Category, Edge, Kind, UnitState
 from workbench.replay import memory as live
+from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import label
 from workbench.replay.memory import MemorySeries, MemoryState, Peak, describe_peak, moment
 from workbench.replay.paused_time import Cuts
@@ -26,6 +27,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
 from workbench.views import theme
+from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
 from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.process import HEIGHT, add_process, process_words
@@ -75,7 +77,13 @@ class Scale:
 
 
 def memory(
-    trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, process: bool = False
+    trace: Trace,
+    *,
+    step: int | None = None,
+    steps: int = 1,
+    rank: int | None = None,
+    process: bool = False,
+    marks: Marks = NO_MARKS,
 ) -> go.Figure:
     """Draw bytes by class over time, and name the peak.
 
@@ -85,6 +93,7 @@ def memory(
         steps: how many steps, up to that one.
         rank: show this rank alone; None: one rank of each group of alike ones.
         process: show the memory of the whole process as well, where it was sampled.
+        marks: events to mark, by the sentence that names them.
 
     Raises:
         UsageError: the trace has nothing of ``step``, or no such rank.
@@ -115,10 +124,18 @@ def memory(
     heights = [_PANEL_HEIGHT, HEIGHT] * len(panels) if is_sampled else [_PANEL_HEIGHT] * len(panels)
     spacing = (0.13 if is_sampled else 0.2) / len(panels)
     make_subplots(len(heights), 1, figure=fig, shared_xaxes=True, row_heights=heights, vertical_spacing=spacing)
-    _draw(fig, header, panels, sum(unsharded.values()), cuts, time_axis(extent_ns(parts)), is_sampled=is_sampled)
+    axis = time_axis(extent_ns(parts))
+    _draw(fig, header, panels, sum(unsharded.values()), cuts, axis, is_sampled=is_sampled)
+    add_marks(fig, marks, axis, lambda mark: _mark_place(mark, panels), above=STRIP_HEIGHT)
     legend = theme.LEGEND_LINE * (len(legend_entries(fig)) + 1)
     fig.update_layout(height=max(fig.layout.height, fig.layout.margin.t + legend + _TIME_AXIS))
     return on_pages(fig, lambda width: _on_page(fig, width))
+
+
+def _mark_place(mark: EventMark, panels: Sequence[MemoryPanel]) -> MarkPlace | None:
+    """Return the first panel, if it shows a mark's rank."""
+    shown = panels[0].shown
+    return MarkPlace(rows=shown.rows, y=(0, 1), yref="y domain") if shown.rank == mark.rank else None
 
 
 # -- which ranks

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from workbench.events import WORK, Kind, UnitState
 from workbench.replay.device import ClockSource, on_device
+from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import did, groups
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind, rows_of
@@ -21,6 +22,7 @@ from workbench.replay.units import model_order, unit_name
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
+from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
 from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.rank_labels import several, who
@@ -39,7 +41,13 @@ _NOTHING = "No unit is recorded yet: %fsdp shard MODEL splits a model over the r
 
 
 def states(
-    trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, unit: str | None = None
+    trace: Trace,
+    *,
+    step: int | None = None,
+    steps: int = 1,
+    rank: int | None = None,
+    unit: str | None = None,
+    marks: Marks = NO_MARKS,
 ) -> go.Figure:
     """Draw which unit is sharded, gathering, unsharded or reducing, over time.
 
@@ -49,6 +57,7 @@ def states(
         steps: how many steps, up to that one.
         rank: the rank to show; None: one of the largest group of alike ones.
         unit: draw this unit alone: a name, a pattern such as ``blocks.*``, or ``(root)``; None: all.
+        marks: events to mark, by the sentence that names them.
 
     Raises:
         UsageError: the trace has nothing of ``step``, no such rank, or no such unit.
@@ -75,7 +84,16 @@ def states(
     add_holds(fig, seen.cuts, axis, (-0.5, len(units[:MAX_UNITS]) - 0.5))
     rows = max(_row_height(units) * len(units[:MAX_UNITS]), _LEAST_HEIGHT)
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
+    add_marks(fig, marks, axis, lambda mark: _mark_place(mark, drawn, units[:MAX_UNITS]), above=STRIP_HEIGHT)
     return on_pages(fig, lambda width: _on_page(fig, trace.header, units[:MAX_UNITS], width))
+
+
+def _mark_place(mark: EventMark, drawn: RankTrace, units: Sequence[int]) -> MarkPlace | None:
+    """Return the row of a mark's unit on the drawn rank; None if it is not drawn."""
+    if mark.rank != drawn.rank or mark.unit not in units:
+        return None
+    lane = units.index(mark.unit)
+    return MarkPlace(rows=drawn.rows, y=(lane - 0.5, lane + 0.5))
 
 
 def rows_of_rank(trace: Trace, shown: Window, seen: DrawnSteps, whole: RankTrace) -> tuple[RankTrace, ClockSource]:

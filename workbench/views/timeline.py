@@ -18,6 +18,7 @@ from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, wai
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
 from workbench.replay.device import ClockSource
+from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import did, groups, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
@@ -26,6 +27,7 @@ from workbench.replay.units import unit_name, unseen_words
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
+from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
 from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.rank_labels import MANY, several, who
 from workbench.views.responsive import on_pages
@@ -72,6 +74,10 @@ class Grid:
         """Height of the picture, in tracks."""
         return self.num_blocks * (len(self.tracks) + _GAP)
 
+    def top(self, block: int) -> float:
+        """Return the upper end of a block on the y axis."""
+        return block * (len(self.tracks) + _GAP) - 0.5
+
     def middle(self, lane: Ints) -> NDArray[np.float64]:
         """Return the middle of each lane on the y axis."""
         block, track = np.divmod(lane // LANES, len(_TRACKS))
@@ -79,7 +85,9 @@ class Grid:
         return np.asarray(block * (len(self.tracks) + _GAP) + row + _PLACES[lane % LANES])
 
 
-def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None) -> go.Figure:
+def timeline(
+    trace: Trace, *, step: int | None = None, steps: int = 1, rank: int | None = None, marks: Marks = NO_MARKS
+) -> go.Figure:
     """Draw compute, collectives and waits of a step, per rank.
 
     Args:
@@ -87,6 +95,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
         step: the last step to show; None: the newest.
         steps: how many steps, up to that one.
         rank: show this rank alone; None: all of them, alike ones together if they are many.
+        marks: events to mark, by the sentence that names them.
 
     Raises:
         UsageError: the trace has nothing of ``step``, or no such rank.
@@ -118,6 +127,7 @@ def timeline(trace: Trace, *, step: int | None = None, steps: int = 1, rank: int
     begin_ns, end_ns = drawn.extent_ns
     axis = time_axis((begin_ns, max(end_ns, int(bars.end_ns.max()))))
     _draw(fig, blocks, grid, bars, cuts, _hovers(bars, trace.header, blocks, axis, between_ns), axis)
+    add_marks(fig, marks, axis, lambda mark: _place(mark, drawn, blocks, grid))
     track_names = [_track_name(track, bars) for track in grid.tracks]
     return on_pages(fig, lambda width: _on_page(fig, blocks, grid, track_names, width))
 
@@ -128,6 +138,15 @@ def _last(drawn: DrawnSteps, between_ns: int) -> dict[int, LastArrivals]:
     if len(ranks) > MAX_RANKS:
         return {}
     return last_to_come(drawn.trace.header, {part.rank: table(part) for part in ranks}, between_ns)
+
+
+def _place(mark: EventMark, drawn: DrawnSteps, blocks: Sequence[RankBlock], grid: Grid) -> MarkPlace | None:
+    """Return the block of a mark's rank; None if it is not drawn."""
+    number = next((number for number, block in enumerate(blocks) if block.tracks.rank == mark.rank), None)
+    if number is None:
+        return None
+    top = grid.top(number)
+    return MarkPlace(rows=drawn.trace.rank(mark.rank).rows, y=(top, top + len(grid.tracks)))
 
 
 # -- which ranks
@@ -295,7 +314,7 @@ def _draw(
     _add_arrows(fig, blocks, grid, axis)
     add_holds(fig, cuts, axis, (-0.5, grid.num_rows - _GAP - 0.5))
     for block in range(grid.num_blocks):
-        top = block * (len(grid.tracks) + _GAP) - 0.5
+        top = grid.top(block)
         span = {"y0": top, "y1": top + len(grid.tracks), "x0": 0, "x1": 1, "xref": "paper", "layer": "below"}
         fig.add_shape(**span, fillcolor=theme.FAINT, line_width=0)
     _set_axes(fig, blocks, grid, axis, [_track_name(track, bars) for track in grid.tracks])

@@ -4,17 +4,18 @@ import * as React from "react";
 import type { ViewWord } from "../actions";
 import type { PanelModel } from "../model";
 import { type Command, type Compare, type Export, type Open, VIEWS } from "../protocol";
-import { obstacles } from "../words";
-import { Action, Field, Text } from "./parts";
+import { obstacles, type Typed } from "../words";
+import { Action, Field, Line, Text } from "./parts";
 
 interface LookingProps {
   readonly model: PanelModel;
   /** Run a command, and show its picture in a tab. */
-  readonly draw: (command: Command) => void;
+  readonly draw: (command: Typed) => void;
   /** Run a JupyterLab command. */
   readonly execute: (command: string) => void;
 }
 
+const NOTHING = "Nothing is recorded yet.";
 const VERIFY: Command = { word: "verify" };
 const TABLES = [
   ["status", "Status", "Where the ranks are, what is sharded, and what is recorded"],
@@ -35,7 +36,7 @@ export function Views({ model, draw, execute }: LookingProps): React.JSX.Element
           key={word}
           className="jp-mod-styled"
           isEnabled={isRecorded}
-          title={isRecorded ? capital(about) : "Nothing is recorded yet."}
+          title={isRecorded ? capital(about) : NOTHING}
           run={() => { draw({ word: word as ViewWord }); }}
           command={{ word: word as ViewWord }}
         >
@@ -71,6 +72,23 @@ function capital(word: string): string {
   return `${word.slice(0, 1).toUpperCase()}${word.slice(1)}`;
 }
 
+/** Why something is as it is, with the picture that shows it. */
+export function Explain({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
+  const isRecorded = model.state?.is_recorded === true;
+  const [subject, setSubject] = React.useState("");
+  const explain = `explain ${subject}`.trim();
+  return (
+    <Line run={() => { draw(explain); }}>
+      <Field label="Explain" isWide hint="step, wait, peak, a unit such as blocks.2, or a rank such as 1; empty: what matters most">
+        <Text value={subject} placeholder="step, wait, peak, UNIT, RANK" change={setSubject} />
+      </Field>
+      <Action className="jp-mod-styled" isEnabled={isRecorded} title={isRecorded ? undefined : NOTHING} command={explain}>
+        Explain
+      </Action>
+    </Line>
+  );
+}
+
 /** Export, opening and comparison of records. */
 export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JSX.Element {
   const { state } = model;
@@ -87,7 +105,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         <Field label="Export to" isWide hint="File to write: .html is a page that replays the trace, .trace can be opened here, .json is for Perfetto">
           <Text value={path} placeholder="run.html" change={setPath} />
         </Field>
-        <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : "Nothing is recorded yet."} command={write}>
+        <Action className="jp-mod-styled" isEnabled={isRecorded && write.path !== ""} title={isRecorded ? undefined : NOTHING} command={write}>
           Export
         </Action>
       </Line>
@@ -111,19 +129,5 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
     </>
-  );
-}
-
-function Line({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
-  return (
-    <form
-      className="fsdp-Line"
-      onSubmit={(event) => {
-        event.preventDefault();
-        run();
-      }}
-    >
-      {children}
-    </form>
   );
 }

@@ -6,12 +6,13 @@ import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
 import type { Attach, Command, Start } from "../protocol";
 import type { Settings } from "../settings";
-import { can, count, exchanging, explained, headline, hostsInWords, todo } from "../words";
+import { can, count, exchanging, explained, headline, hostsInWords, todo, type Typed } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls, Told } from "./controls";
-import { Record, Views } from "./looking";
+import { Explain, Record, Views } from "./looking";
 import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
+import { Script } from "./script";
 import { ShardForm } from "./shard";
 import { Spoken } from "./spoken";
 import { StartForm } from "./start";
@@ -30,7 +31,7 @@ export interface PanelProps {
   readonly stop: () => void;
   readonly copy: (line: string) => void;
   /** Run a command, and show its picture or table in a tab. */
-  readonly draw: (command: Command) => void;
+  readonly draw: (command: Typed) => void;
   /** Show a text in a tab. */
   readonly tabulate: (name: string, text: string) => void;
   /** Open a page that the kernel wrote, by its path relative to the notebook. */
@@ -101,8 +102,14 @@ function Body(props: PanelProps): React.JSX.Element {
       )}
       {state === null ? null : (
         <>
+          {state.cluster.held_by ? null : (
+            <Section name="Script" {...folding}>
+              <Script model={model} />
+            </Section>
+          )}
           <Section name="Views" {...folding}>
             <Views model={model} draw={draw} execute={execute} />
+            <Explain model={model} draw={draw} />
           </Section>
           <Section name="Record" note={state.record} {...folding}>
             <Record model={model} draw={draw} />

@@ -3,10 +3,10 @@ import { caretDownIcon, caretRightIcon, HTMLSelect, type LabIcon } from "@jupyte
 import * as React from "react";
 
 import type { Command } from "../protocol";
-import { isTable, piecesOf } from "../words";
+import { isTable, piecesOf, type Typed } from "../words";
 
 /** Attributes of an element that represents a command: its context menu copies the line to type. */
-export function stands(command: Command): { "data-fsdp-command": string } {
+export function stands(command: Typed): { "data-fsdp-command": string } {
   return { "data-fsdp-command": JSON.stringify(command) };
 }
 
@@ -84,7 +84,7 @@ export function Tool({ icon: Icon, label, command, obstacle, run, explain }: Too
 
 interface ActionProps {
   /** Its command, for the line that is copied; undefined: it runs none. */
-  readonly command?: Command;
+  readonly command?: Typed;
   readonly isEnabled: boolean;
   readonly className: string;
   readonly title?: string;
@@ -127,6 +127,21 @@ export function Field({ label, hint, isWide = false, children }: FieldProps): Re
       <span>{label}</span>
       {children}
     </label>
+  );
+}
+
+/** A field with its button: a form that runs on Enter as well. */
+export function Line({ run, children }: { readonly run: () => void; readonly children: React.ReactNode }): React.JSX.Element {
+  return (
+    <form
+      className="fsdp-Line"
+      onSubmit={(event) => {
+        event.preventDefault();
+        run();
+      }}
+    >
+      {children}
+    </form>
   );
 }
 

@@ -3,7 +3,6 @@ import { copyIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
 import { HEARD, type Spoken as One } from "../model";
-import type { Command } from "../protocol";
 import { ReplyText } from "./parts";
 
 interface SpokenProps {
@@ -44,7 +43,7 @@ export function Spoken({ spoken, copy }: SpokenProps): React.JSX.Element {
 
 /** The newest command that has ended, and its result, in one line. */
 function newest(spoken: readonly One[]): string {
-  const isHeard = (line: string): boolean => HEARD.has(line.split(" ")[1] as Command["word"]);
+  const isHeard = (line: string): boolean => HEARD.has(line.split(" ")[1] ?? "");
   const found = spoken.find(({ outcome, line }) => outcome === "failed" || (outcome === "done" && !isHeard(line)));
   if (found === undefined) return "";
   const [first = ""] = found.text.split("\n");
