@@ -908,6 +908,7 @@ class StepDifferences:
         norm: 2-norm of the gradients of this rank's rows.
         norm_reference: 2-norm of the unsharded gradients, all rows.
         missing: parameters with a gradient only in the unsharded copy.
+        unaveraged: parameters whose gradient is that of this rank alone, which differs from the average.
         unreduced: units that hold gradients that were not reduced, or not over all replicas.
         optimizer_steps: steps of optimizers in the sharded step.
         counters: numbers of steps in the optimizers' state before the step.
@@ -923,6 +924,7 @@ class StepDifferences:
     norm: float
     norm_reference: float
     missing: tuple[str, ...] = ()
+    unaveraged: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
     optimizer_steps: int
     counters: tuple[StepCounter, ...] = ()
@@ -954,7 +956,8 @@ class VerifyReply(StepComparison):
         unmanaged: state that the engine does not manage, before the step.
         differences: where the steps differ; None: they do not.
         replicas: checksums of units with several copies.
-        left_out: units with gradients whose parameters are in no optimizer and did not move, though others did.
+        left_out: units or modules with gradients whose parameters are in no optimizer and did not move, though others
+            did, with their noun: ``unit 0``.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
