@@ -36,7 +36,7 @@ class Net(nn.Module):
 
     def forward(self, x, uses_extra=False):
         x = self.norm(self.blocks(x))
-        x = x + self.norm.running_mean  # what a rank computes depends on its buffers
+        x = x + self.norm.running_mean.to(x.dtype)  # what a rank computes depends on its buffers
         return self.last(torch.relu(self.first(self.drop(self.extra(x) if uses_extra else x))))
 
 

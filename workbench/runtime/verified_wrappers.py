@@ -130,6 +130,10 @@ class _Piece:
         return cls(value.dtype) if is_piece else value
 
 
+_Plains = Mapping[int, Sequence[nn.Parameter]]
+"""The plain parameters of the parts of each flat parameter, by unit."""
+
+
 class TorchWrapperModel(VerifiedModel):
     """A model in torch's ``FullyShardedDataParallel``.
 
@@ -191,16 +195,8 @@ class TorchWrapperModel(VerifiedModel):
             UsageError: only some ranks hold a gradient or optimizer state.
         """
         check_same_holdings(self._holdings(optimizers), self._largest)
-        mapping: classic_undo.Mapped = {}
-        plains: dict[int, list[nn.Parameter]] = {}
-        for index, flat in self._flats.items():
-            plains[index] = self._plain_params(flat)
-            ways = [tuple(plains[index])] if flat.is_one else [(plain,) for plain in plains[index]]
-            mapping |= dict(zip(flat.held, ways, strict=True))
-            memo[id(flat.handle.flat_param)] = flat.handle.flat_param
-            memo |= {id(held): plain for held, (plain, *_) in zip(flat.held, ways, strict=True) if not flat.is_one}
-            for number, module, name in _torch_private.all_places_of(flat.handle):
-                memo[id(getattr(module, name))] = plains[index][number]
+        plains = {index: self._plain_params(flat) for index, flat in self._flats.items()}
+        mapping = self._map_params(plains, memo)
 
         def make() -> nn.Module:
             for wrapper, _, _ in reversed(self._wrappers):  # copies of outer modules contain those of inner ones
@@ -208,9 +204,29 @@ class TorchWrapperModel(VerifiedModel):
             return copy.deepcopy(self.model, memo)
 
         reference = copied(self.model, memo, make)
+        self._finish(plains, memo)
+        states = [self._gathered(optimizer, plains) for optimizer in optimizers]
+        return reference, [
+            classic_undo.copied_optimizer(optimizer, mapping, state, memo)
+            for optimizer, state in zip(optimizers, states, strict=True)
+        ]
+
+    def _map_params(self, plains: _Plains, memo: dict[int, Any]) -> classic_undo.Mapped:
+        """Enter the plain parameters into ``memo``; return those of each parameter that an optimizer may hold."""
+        mapping: classic_undo.Mapped = {}
+        for index, flat in self._flats.items():
+            new = plains[index]
+            memo[id(flat.handle.flat_param)] = flat.handle.flat_param
+            memo |= {} if flat.is_one else {id(held): plain for held, plain in zip(flat.held, new, strict=True)}
+            for number, module, name in _torch_private.all_places_of(flat.handle):
+                memo[id(getattr(module, name))] = new[number]
+            mapping |= zip(flat.held, [tuple(new)] if flat.is_one else [(plain,) for plain in new], strict=True)
+        return mapping
+
+    def _finish(self, plains: _Plains, memo: Mapping[int, Any]) -> None:
+        """Give the copies of modules their parameters, the wrapper's methods, and the dtypes of their buffers."""
         for wrapper, _, _ in self._wrappers:
             _torch_private.plain_module(memo[id(wrapper)])
-            _cast_buffers(memo[id(wrapper)], wrapper.mixed_precision.buffer_dtype)
         for index, flat in self._flats.items():
             for number, module, name in _torch_private.all_places_of(flat.handle):
                 vars(memo[id(module)]).pop(name, None)
@@ -218,11 +234,14 @@ class TorchWrapperModel(VerifiedModel):
         for wrapper, is_root, _ in self._wrappers:
             if is_root:
                 take_calls_of_a_wrapper(memo[id(wrapper)])
-        states = [self._gathered(optimizer, plains) for optimizer in optimizers]
-        return reference, [
-            classic_undo.copied_optimizer(optimizer, mapping, state, memo)
-            for optimizer, state in zip(optimizers, states, strict=True)
-        ]
+        for module, dtype in self._buffer_dtypes().items():
+            for buffer in memo[id(module)].buffers(recurse=False):
+                buffer.data = buffer.data.to(dtype) if buffer.is_floating_point() else buffer.data
+
+    def _buffer_dtypes(self) -> dict[nn.Module, torch.dtype]:
+        """Return the dtype in which wrappers keep the buffers of modules; the innermost wrapper decides."""
+        found = {m: wrapper.mixed_precision.buffer_dtype for wrapper, *_ in self._wrappers for m in wrapper.modules()}
+        return {module: dtype for module, dtype in found.items() if dtype is not None}
 
     def _holdings(self, optimizers: Optimizers) -> str:
         """Describe which flat parameters have gradients, and what optimizers have for them; equal on all ranks."""
@@ -247,9 +266,7 @@ class TorchWrapperModel(VerifiedModel):
             found[-1].grad = None if state is None else state["grad"]
         return found
 
-    def _gathered(
-        self, optimizer: torch.optim.Optimizer, plains: Mapping[int, Sequence[nn.Parameter]]
-    ) -> classic_undo.States:
+    def _gathered(self, optimizer: torch.optim.Optimizer, plains: _Plains) -> classic_undo.States:
         found: classic_undo.States = {}
         for index, flat in self._flats.items():
             states = flat.gather_states(optimizer.state)
@@ -321,12 +338,6 @@ class TorchWrapperModel(VerifiedModel):
     def num_replicas(self, unit: int) -> int:
         """Return the number of ranks that hold the same shard of a unit as this one."""
         return len(self._replicas[unit])
-
-
-def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:
-    for buffer in module.buffers() if dtype is not None else ():
-        if buffer.is_floating_point():
-            buffer.data = buffer.data.to(dtype)
 
 
 # ---- DistributedDataParallel

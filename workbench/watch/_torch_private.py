@@ -705,7 +705,8 @@ def forget_iteration(handle: Handle) -> None:
     wrapper = _wrapper_of(handle)
     if wrapper is not None:
         wrapper.training_state = TrainingStateOfWrapper.IDLE
-        wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
+        if hasattr(wrapper, "_post_backward_callback_queued"):  # a root
+            wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
     handle._training_state = HandleTrainingState.IDLE
     for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
         setattr(handle, name, False)
