@@ -711,7 +711,9 @@ def forget_iteration(handle: Handle) -> None:
     for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
         setattr(handle, name, False)
     flat: Any = handle.flat_param
-    flat.grad, flat._post_backward_called = None, False
+    flat._post_backward_called = False
+    for param in {flat, *held_of(handle)}:
+        param.grad = None
     hooked = flat.__dict__.pop("_post_backward_hook_state", None)
     if hooked is not None:
         hooked[-1].remove()
