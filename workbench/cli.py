@@ -138,13 +138,13 @@ killed, and 2 if the folder cannot be read."""
 _VERIFY = """\
 Check a training recipe: run a script on CPU ranks, as %fsdp run does, then compare one step of its sharded model with
 the same step of an unsharded copy. The workbench's engine takes the place of torch's fully_shard and
-FullyShardedDataParallel in the script. The script must define a function of one training step (train_step, or --fn)
-that uses the model and the optimizer by their global names. Further arguments go to the
-script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
+FullyShardedDataParallel in the script; DistributedDataParallel stays torch's. The script must define a function of one
+training step (train_step, or --fn) that uses the model and the optimizer by their global names. Further arguments go to
+the script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
 _VERIFY_NEEDS = (
-    "The script must shard a model with fully_shard or FullyShardedDataParallel, in a global variable or in a function "
-    "that trains it, and define a function without arguments that trains it for one step, by its global names: "
-    "train_step, or --fn NAME."
+    "The script must shard a model with fully_shard or FullyShardedDataParallel, or wrap it in "
+    "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
+    "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
 )
 _TAKE_OUR_ENGINE = """\
 import torch.distributed.fsdp as theirs

@@ -171,11 +171,11 @@ def test_replicas_are_compared_by_shard():
     assert faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 2)]) == ()
     (fault,) = faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 3)])
     assert fault.rule == DRIFT
-    assert fault.evidence == ("0: the shards of rank 1 differ from those of rank 3",)
+    assert fault.evidence == ("0: the values of rank 1 differ from those of rank 3",)
 
 
 def test_a_unit_left_out_is_said_after_the_cause():
-    replies = [replace(REPLY, differences=with_ratio(2.0), left_out=("1",))] * 2
+    replies = [replace(REPLY, differences=with_ratio(2.0), left_out=("unit 1",))] * 2
     assert [fault.rule for fault in faults_of(replies)] == ["wrong-scale", "stale-optimizer"]
 
 

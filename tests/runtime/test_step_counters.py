@@ -15,6 +15,10 @@ from workbench.runtime.step_counters import (
 )
 
 
+def names_of(model):
+    return {id(param): name for name, param in model.named_parameters()}
+
+
 def trained(optimizer_class=torch.optim.AdamW, steps=2, **options):
     """Return two linear layers of which the second has no gradient in the first step, and what an optimizer holds."""
     torch.manual_seed(0)
@@ -22,7 +26,7 @@ def trained(optimizer_class=torch.optim.AdamW, steps=2, **options):
     optimizer = optimizer_class(model.parameters(), lr=0.1, **options)
     for number in range(steps):
         take(model, optimizer, layers=1 + (number > 0))
-    return model, optimizer, held_params(model, {id(param) for param in model.parameters()}, [optimizer])
+    return model, optimizer, held_params(names_of(model), {id(param) for param in model.parameters()}, [optimizer])
 
 
 def take(model, optimizer, layers=2):
@@ -48,9 +52,19 @@ def test_parameters_are_counted_by_their_steps(fused):
 def test_only_managed_parameters_with_rows_here_that_an_optimizer_has_are_counted():
     model = nn.Linear(2, 2)
     empty = model.empty = nn.Parameter(torch.empty(0))
-    held = held_params(model, {id(model.weight), id(model.bias), id(empty)}, [torch.optim.SGD([model.weight, empty])])
-    assert list(held) == ["weight"]
-    assert list(held_params(model, {id(model.bias)}, [torch.optim.SGD([model.weight])])) == []
+    names, managed = names_of(model), {id(model.weight), id(model.bias), id(empty)}
+    held = held_params(names, managed, [torch.optim.SGD([model.weight, empty])])
+    assert [each.name for each in held] == ["weight"]
+    assert held_params(names, {id(model.bias)}, [torch.optim.SGD([model.weight])]) == ()
+
+
+def test_pieces_of_one_flat_parameter_are_one_but_all_are_looked_at():
+    model, optimizer, _ = trained()
+    ids = {id(param) for param in model.parameters()}
+    optimizer.state[model[0].bias]["step"].zero_()
+    held = held_params(dict.fromkeys(ids, "flat"), ids, [optimizer])
+    assert step_counters(held) == (counter(0, "flat"), counter(1, "flat"), counter(2, "flat"))
+    assert reset_counters(held) == ("flat",)
 
 
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -107,13 +107,6 @@ def refusal():
         return str(error)
 
 
-def torchs_wrapper_is_refused():
-    namespace()["model"] = FullyShardedDataParallel(make(), device_id=torch.device("cpu"))
-    namespace()["train_step"] = train
-    rank_module._after_cell(None)
-    return refusal()
-
-
 def split_parameters_are_refused():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = make()
@@ -137,7 +130,6 @@ def other_gradients_are_refused():
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (torchs_wrapper_is_refused, "wrapped by torch's FullyShardedDataParallel or DistributedDataParallel"),
         (split_parameters_are_refused, "'0.up.weight' of 'model' is split by tensor parallelism"),
         (other_gradients_are_refused, "hold gradients or optimizer state of different parameters"),
     ],

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.booted_ranks import execute, namespace, run
 from workbench.codec import decode
@@ -31,21 +33,45 @@ def make():
     return nn.Sequential(Block(), Block(), nn.Linear(8, 3))
 
 
+ENGINES = {
+    "workbench": {"engine": "workbench"},
+    "torch": {"engine": "torch"},
+    "flat": {"engine": "torch", "api": "classic"},
+    "pieces": {"engine": "torch", "api": "classic", "orig_params": True},
+    "replicas": {},
+}
+"""Options of ``shard`` by engine: the last three are torch's two forms of its classic wrapper, and its DDP."""
+
 OPTIONS = {}
 """More options of ``shard``; ranks are forked, and so have what the test set."""
 
 
-@pytest.fixture(params=["workbench", pytest.param("torch", marks=pytest.mark.thorough)])
+def each_engine(*left_out):
+    """Return parameters for :func:`engine`; only the first and the last engine are quick."""
+    names = [name for name in ENGINES if name not in left_out]
+    return [n if n in {"workbench", "replicas"} else pytest.param(n, marks=pytest.mark.thorough) for n in names]
+
+
+@pytest.fixture(params=each_engine())
 def engine(request, monkeypatch):
     """Each engine, which then runs the models of :func:`prepare`."""
-    monkeypatch.setitem(OPTIONS, "engine", request.param)
+    for name, value in ENGINES[request.param].items():
+        monkeypatch.setitem(OPTIONS, name, value)
+    monkeypatch.setitem(OPTIONS, "is_replicated", request.param == "replicas")
+    return request.param
 
 
 def prepare(kind="sgd", *, rows=4, **options):
     """Define a sharded ``model``, ``opt``, and ``batch()``: this rank's inputs, the same at each call."""
     ns = namespace()
     ns["model"] = make()
-    execute(Shard(model="model", wrap=("Block",), **OPTIONS, **options))
+    options = OPTIONS | options
+    if options.pop("is_replicated", False):
+        ns["model"] = DistributedDataParallel(ns["model"], **options)
+        rank_module._after_cell(None)
+    else:
+        execute(Shard(model="model", wrap=("Block",), **options))
+    ns["sharded"] = [ns["model"]]  # in a list, verify does not replace it by its copy
     params = ns["model"].parameters()
     ns["opt"] = torch.optim.SGD(params, 0.5) if kind == "sgd" else torch.optim.AdamW(params, 1e-2)
     data = torch.randn(rows, 8, generator=torch.Generator().manual_seed(ns["rank"]))
@@ -63,6 +89,21 @@ def backward():
 def finish():
     namespace()["opt"].step()
     namespace()["opt"].zero_grad()
+
+
+def plain(model):
+    """Return the module in a wrapper."""
+    return model.module if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)) else model
+
+
+def is_sharded_step():
+    """Return whether this is not the step of verify's copy."""
+    return namespace()["model"] is namespace()["sharded"][0]
+
+
+def own_grads():
+    """Return this rank's parts of the gradients."""
+    return [local(param.grad) for param in namespace()["model"].parameters() if param.grad is not None]
 
 
 def local(tensor):
@@ -120,7 +161,7 @@ def clip(max_norm, *, whole):
     if whole:
         torch.nn.utils.clip_grad_norm_(params, max_norm)
         return
-    grads = [local(param.grad) for param in params if param.grad is not None]
+    grads = own_grads()
     norm = torch.stack([grad.norm() for grad in grads]).norm()
     for grad in grads:
         grad.mul_(torch.clamp(max_norm / norm, max=1.0))
@@ -138,6 +179,7 @@ def clips(whole, kind="sgd", **options):
     return verified(step, steps=2)
 
 
+@pytest.mark.parametrize("engine", each_engine("replicas"), indirect=True)
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_norm_of_parts(kind):
@@ -187,8 +229,7 @@ def scales(kind, factor, where):
 
     def step():
         loss = namespace()["model"](namespace()["batch"]()).square().mean()
-        is_sharded = isinstance(next(namespace()["model"].parameters()), DTensor)
-        (loss / 2 if where == "twice" and is_sharded else loss).backward()
+        (loss / 2 if where == "twice" and is_sharded_step() else loss).backward()
         finish()
         return loss.item()
 
@@ -231,8 +272,8 @@ def weighs(before):
         loss = namespace()["model"](namespace()["batch"]()).square().mean()
         (loss * weight if before else loss).backward()
         if not before:
-            for param in namespace()["model"].parameters():
-                local(param.grad).mul_(weight)
+            for grad in own_grads():
+                grad.mul_(weight)
         finish()
         return loss.item()
 
@@ -257,6 +298,7 @@ def never_reduces(is_on):
     return reply, verified(steps=0)
 
 
+@pytest.mark.parametrize("engine", each_engine("replicas", "flat", "pieces"), indirect=True)
 @pytest.mark.usefixtures("engine")
 def test_a_unit_that_is_never_reduced():
     replies = run(2, never_reduces, False)
@@ -273,6 +315,7 @@ def keeps_sums_of_replicas(is_on):
     return verified(steps=0)
 
 
+@pytest.mark.parametrize("engine", each_engine("replicas", "flat", "pieces"), indirect=True)
 @pytest.mark.usefixtures("engine")
 def test_an_all_reduce_of_replicas_that_is_left_off():
     report = report_of(2, keeps_sums_of_replicas, False)
@@ -343,6 +386,7 @@ def resumes(change, ranks=(0, 1)):
     return verified(steps=0)
 
 
+@pytest.mark.parametrize("engine", each_engine("flat", "pieces"), indirect=True)
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("change", "verdict", "evidence"),
@@ -393,21 +437,30 @@ def test_moments_without_a_number_of_steps_are_refused():
     assert all("for 0.up.weight, so it cannot step: load its whole state" in each for each in run(2, refuses, "lost"))
 
 
+@pytest.mark.parametrize("engine", each_engine("workbench", "torch", "replicas"), indirect=True)
+def test_numbers_of_steps_of_flat_parameters(engine):
+    report = report_of(2, resumes, "other", (1,))
+    assert [fault.rule for fault in report.faults] == ["optimizer-counters"]
+    first = {"flat": "_flat_param", "pieces": "0._flat_param"}[engine]
+    of = f"3 parameters ({first}, ...)"
+    assert report.faults[0].evidence == (f"rank 0: 3 steps for {of}", f"rank 1: 7 steps for {of}")
+
+
 def leaves_out(frozen):
     ns = prepare()
-    first = ns["model"][0]
+    first = plain(ns["model"])[0]
     first.requires_grad_(not frozen)
     inside = {id(param) for param in first.parameters()}
     ns["opt"] = torch.optim.SGD([param for param in ns["model"].parameters() if id(param) not in inside], 0.5)
     return verified(steps=0)
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_unit_left_out_of_the_optimizer():
+def test_a_unit_left_out_of_the_optimizer(engine):
     report = report_of(2, leaves_out, False)
     assert report.ok
     assert [fault.rule for fault in report.faults] == ["stale-optimizer"]
-    assert report.problem.endswith("compared after one step, but unit 0 got gradients and did not move")
+    part = "module 0.up, module 0.down" if engine == "replicas" else "unit 0"
+    assert report.problem.endswith(f"compared after one step, but {part} got gradients and did not move")
     assert report_of(2, leaves_out, True).faults == ()
 
 
@@ -439,7 +492,7 @@ def test_replicas_that_drift():
     report = report_of(2, has_replicas, True)
     assert not report.ok
     assert report.faults[0].rule == "drifting-replica"
-    assert report.faults[0].evidence[0] == "1: the shards of rank 0 differ from those of rank 1"
+    assert report.faults[0].evidence[0] == "1: the values of rank 0 differ from those of rank 1"
     assert report_of(2, has_replicas, False).faults == ()
 
 
@@ -452,10 +505,8 @@ def rounds(dtype):
 
     def step():
         loss = backward()
-        for param in namespace()["model"].parameters():
-            if isinstance(param, DTensor):  # only the sharded model
-                grad = param.grad.to_local()
-                grad.copy_(grad.to(dtype))
+        for grad in own_grads() if is_sharded_step() else ():
+            grad.copy_(grad.to(dtype))
         finish()
         return loss.item()
 
@@ -478,19 +529,18 @@ def computes_otherwise():
     """Add noise to the output of the second block, in the sharded step only."""
     ns = prepare()
     is_sharded = []
-    ns["model"][1].register_forward_hook(
+    plain(plain(ns["model"])[1]).register_forward_hook(
         lambda _, args, output: output + torch.rand_like(output) if is_sharded else None
     )
 
     def step():
-        is_sharded[:] = [True] * isinstance(next(namespace()["model"].parameters()), DTensor)
+        is_sharded[:] = [True] * is_sharded_step()
         return train()
 
     return verified(step, steps=0)
 
 
-@pytest.mark.usefixtures("engine")
-def test_without_a_cause_only_the_first_differences_are_said():
+def test_without_a_cause_only_the_first_differences_are_said(engine):
     report = report_of(2, computes_otherwise)
     assert not report.ok
     assert report.faults == ()
@@ -499,5 +549,10 @@ def test_without_a_cause_only_the_first_differences_are_said():
     assert output.startswith("1, module 6 of 8 in the order of execution: ")
     assert output.endswith(" relative, on ranks 0-1")
     assert grad.startswith("2.bias, parameter 1 of 10 in the order of backward: ")
-    assert grad.endswith(" relative, on rank 0 (rows 0-1); rank 1 (row 2)")
+    where = {
+        "flat": "rank 1 (elements 0-2)",
+        "pieces": "rank 1 (elements 0-2)",
+        "replicas": "ranks 0-1 (rows 0-2)",
+    }
+    assert grad.endswith(f" relative, on {where.get(engine, 'rank 0 (rows 0-1); rank 1 (row 2)')}")
     assert param.startswith("0.up.weight, parameter 1 of 10 of the model: ")

@@ -187,6 +187,48 @@ def handles():
     assert _torch.clean("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.2") == "0.2"
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_what_a_copy_of_a_wrapped_model_needs(use_orig_params):
+    run_ranks(2, parts_of_wrappers, use_orig_params)
+
+
+def parts_of_wrappers(use_orig_params):
+    plain = dict(make_blocks().named_parameters())
+    model = wrapped("FULL_SHARD", use_orig_params=use_orig_params)
+    found = dict(_torch.handles_below(model))
+    handle, block = found["0"], model.module[0].module
+    assert [(is_root, own is handle) for _, is_root, own in _torch.wrappers_below(model)][:2] == [
+        (True, False),
+        (False, True),
+    ]
+    held = _torch.held_of(handle)
+    assert len(held) == (4 if use_orig_params else 1)
+    assert {id(param) for param in held} <= {id(param) for param in model.parameters()}
+    assert [each for _, *each in _torch.all_places_of(handle)] == [list(each) for each in _torch.flat_places_of(handle)]
+    assert _torch.averaging_groups_of(handle) == (handle.process_group,)
+    whole = _torch.gathered_flat(handle, _torch.flat_shard_of(handle).detach())
+    assert torch.equal(whole[:512].view(32, 16), plain["0.0.weight"])
+    assert _torch.objects_of_shards(handle, dist.get_rank()) == [0, 1]
+    _torch.reshard_handle(handle)  # nothing has run yet
+    with torch.no_grad():
+        model(torch.randn(1, 16))
+    root = found[""]
+    assert _torch.flat_full_of(root) is not None  # stays gathered without a backward
+    _torch.reshard_handle(root)
+    assert _torch.flat_full_of(root) is None
+    with model.no_sync():
+        model(torch.randn(1, 16)).sum().backward()
+    assert _torch.flat_grad_of(handle) is not None
+    before = [sorted(vars(each)) for each, *_ in _torch.wrappers_below(model)]
+    for each in found.values():
+        _torch.forget_iteration(each)
+    assert before == [sorted(vars(each)) for each, *_ in _torch.wrappers_below(model)]
+    assert _torch.flat_grad_of(handle) is None
+    model(torch.randn(1, 16)).sum().backward()
+    _torch.plain_module(block)
+    assert "_flat_param" not in block._parameters
+
+
 def test_ranks_and_checkpoints_of_groups():
     run_ranks(4, ranks_of_groups)
 

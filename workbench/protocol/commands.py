@@ -906,6 +906,7 @@ class StepDifferences:
         norm: 2-norm of the gradients of this rank's rows.
         norm_reference: 2-norm of the unsharded gradients, all rows.
         missing: parameters with a gradient only in the unsharded copy.
+        unaveraged: parameters whose gradient is that of this rank alone, which differs from the average.
         unreduced: units that hold gradients that were not reduced, or not over all replicas.
         optimizer_steps: steps of optimizers in the sharded step.
         rounded_to: dtype to which the sharded gradients are rounded, and the unsharded are not; empty if to none.
@@ -920,6 +921,7 @@ class StepDifferences:
     norm: float
     norm_reference: float
     missing: tuple[str, ...] = ()
+    unaveraged: tuple[str, ...] = ()
     unreduced: tuple[str, ...] = ()
     optimizer_steps: int
     rounded_to: str = ""
@@ -950,7 +952,8 @@ class VerifyReply(StepComparison):
         unmanaged: state that the engine does not manage, before the step.
         differences: where the steps differ; None: they do not.
         replicas: checksums of units with several copies.
-        left_out: units with gradients whose parameters are in no optimizer and did not move, though others did.
+        left_out: units or modules with gradients whose parameters are in no optimizer and did not move, though others
+            did, with their noun: ``unit 0``.
         counters: numbers of steps in the optimizers' state before the step, of parameters of which this rank has rows.
         reset: of these, parameters with 0 steps and moments that are not zero.
         uneven: by how much an optimizer's one step raised them, if not by one for all parameters with a gradient.

@@ -174,6 +174,21 @@ def _unreduced(differences: Differences) -> Fault | None:
     )
 
 
+def _unaveraged(differences: Differences) -> Fault | None:
+    own = [each.unaveraged for each in differences]
+    if not all(own) or any(each.missing for each in differences):
+        return None
+    names = max(own, key=len)
+    some = plural(len(names), "parameter")
+    return Fault(
+        rule="no-sync-left-on",
+        verdict=f"gradients of {some} were never averaged: each rank steps with those of its own batch",
+        evidence=(f"on every rank they equal this rank's gradients before any average: {listed(names)}",),
+        fix="call the wrapper, model(x), not model.module(x), and run the last forward and backward before "
+        "optimizer.step() outside model.no_sync()",
+    )
+
+
 def _partial_norm(differences: Differences) -> Fault | None:
     ratios = _ratio_by_rank(differences)
     if ratios is None or len(ratios) == 1 or all(_is_close(ratio, 1.0) for ratio in ratios):
@@ -287,6 +302,7 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
     _not_finite,
     _not_stepped,
     _unreduced,
+    _unaveraged,
     _partial_norm,
     _wrong_scale,
     _uneven_batches,
@@ -308,14 +324,15 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
         return None
     units = list(dict.fromkeys(unit for unit, _ in differing))
     texts = [
-        f"{unit}: the shards of {' differ from those of '.join(label(ranks) for ranks in ranks_of)}"
+        f"{unit}: the values of {' differ from those of '.join(label(ranks) for ranks in ranks_of)}"
         for (unit, _), ranks_of in differing.items()
     ]
     return Fault(
         rule=DRIFT,
         verdict=f"the replicas of the model had different parameters before the step, in {plural(len(units), 'unit')}",
         evidence=tuple(texts[:4]),
-        fix="load one checkpoint on every rank, and let all ranks reduce: model.set_requires_all_reduce(True)",
+        fix="load one checkpoint on every rank, and let all ranks reduce: no no_sync() left on, and with fully_shard "
+        "model.set_requires_all_reduce(True)",
     )
 
 
@@ -374,14 +391,14 @@ def _in_words(steps: Mapping[str, int | None]) -> str:
 
 
 def _left_out(by_rank: Sequence[VerifyReply]) -> Fault | None:
-    units = list(dict.fromkeys(unit for reply in by_rank for unit in reply.left_out))
-    if not units:
+    parts = list(dict.fromkeys(part for reply in by_rank for part in reply.left_out))
+    if not parts:
         return None
     return Fault(
         rule="stale-optimizer",
-        verdict=f"{'unit' if len(units) == 1 else 'units'} {listed(units)} got gradients and did not move",
+        verdict=f"{listed(parts)} got gradients and did not move",
         evidence=("no optimizer among the variables has their parameters, while it has others of the model",),
-        fix="make the optimizer after sharding: torch.optim.AdamW(model.parameters(), ...)",
+        fix="make the optimizer after sharding, with all parameters: torch.optim.AdamW(model.parameters(), ...)",
     )
 
 

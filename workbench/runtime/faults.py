@@ -16,7 +16,6 @@ from torch import nn
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
-from workbench.events import TORCH_CLASSIC
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, RANDOM, REMOVE, FaultKind, FaultReply
@@ -101,7 +100,10 @@ def _units(name: str, targets: Sequence[LintTarget]) -> list[tuple[LintTarget, L
     """Return the units of this name; all but roots if it is empty."""
     having = [(target, unit) for target in targets for unit in target.sharded if unit.modules]
     if not having:
-        raise UsageError("only models that FSDP shards can have a fault: first %fsdp shard MODEL")
+        raise UsageError(
+            "faults go into units of FSDP, and a model in DistributedDataParallel has none: to try one, run the cell "
+            "that builds the plain model, then %fsdp shard MODEL"
+        )
     if name:
         chosen = chosen_units(name, [unit.info.name for _, unit in having])
         return [each for each in having if each[1].info.name in chosen]
@@ -124,8 +126,8 @@ def _possible(name: str, scenes: Sequence[FaultScene]) -> list[FaultScene]:
 
 def _drawable(kind: FaultKind, scenes: Sequence[FaultScene]) -> list[FaultScene]:
     """Return where a fault can be drawn: where it can be injected, and named by its instrument."""
-    if not kind.is_drawn or (kind.shown_by == "verify" and scenes[0].unit.info.engine == TORCH_CLASSIC):
-        return []  # verify does not know torch's classic wrapper
+    if not kind.is_drawn:
+        return []
     try:
         return _possible(kind.name, scenes)
     except UsageError:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine.full_param import local_tensor
-from workbench.engine.root_checks import clean
 from workbench.errors import UsageError
 from workbench.fault import listed
 from workbench.protocol.commands import StepCounter
@@ -26,68 +25,88 @@ _COUNT = "step"
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # zero until the first step; the sums of others, such as Adagrad, are not
 
 
-def held_params(model: nn.Module, managed: set[int], optimizers: Iterable[Optimizer]) -> dict[str, tuple[Any, Any]]:
-    """Return each managed parameter that this rank has rows of and an optimizer has, by name, with the optimizer.
+@dataclass(frozen=True)
+class HeldParam:
+    """A parameter that an optimizer has.
+
+    Attributes:
+        name: its name; pieces of one flat parameter have the name of that.
+        param: the parameter.
+        optimizer: the optimizer.
+    """
+
+    name: str
+    param: Any
+    optimizer: Optimizer
+
+    @property
+    def count(self) -> int | None:
+        """The number of its steps in the optimizer's state; None: there is none."""
+        steps = self.optimizer.state.get(self.param, {}).get(_COUNT)
+        return None if steps is None else int(steps)
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer's state has moments of it that are not zero."""
+        state = self.optimizer.state.get(self.param, {})
+        moments = (state[key] for key in _MOMENTS if isinstance(state.get(key), torch.Tensor))
+        return any(bool(local_tensor(moment).any()) for moment in moments)
+
+
+Held: TypeAlias = Sequence[HeldParam]
+
+
+def held_params(names: Mapping[int, str], managed: set[int], optimizers: Iterable[Optimizer]) -> Held:
+    """Return each managed parameter that this rank has rows of and an optimizer has.
 
     The gradient of a parameter that no unit manages is this rank's own, and so is the number of its steps.
 
     Args:
-        model: the model.
-        managed: ids of the parameters of its units that an optimizer may hold.
+        names: of parameters, by their ids.
+        managed: ids of the parameters of units that an optimizer may hold.
         optimizers: the optimizers.
     """
-    owner = {id(p): optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return {
-        clean(name): (param, owner[id(param)])
-        for name, param in model.named_parameters()
-        if id(param) in managed and id(param) in owner and local_tensor(param).numel()
-    }
+    return tuple(
+        HeldParam(names[id(param)], param, optimizer)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if id(param) in managed and id(param) in names and local_tensor(param).numel()
+    )
 
 
-def _count(param: Any, optimizer: Optimizer) -> int | None:  # noqa: ANN401 - a key of its state
-    steps = optimizer.state.get(param, {}).get(_COUNT)
-    return None if steps is None else int(steps)
-
-
-def _grouped(steps: Mapping[str, int | None]) -> tuple[StepCounter, ...]:
-    found: dict[int | None, list[str]] = {}
-    for name, number in steps.items():
-        found.setdefault(number, []).append(name)
+def _grouped(steps: Iterable[tuple[str, int | None]]) -> tuple[StepCounter, ...]:
+    found: dict[int | None, dict[str, None]] = {}
+    for name, number in steps:
+        found.setdefault(number, {}).setdefault(name)
     order = sorted(found, key=lambda number: -1 if number is None else number)
     return tuple(StepCounter(steps=number, params=tuple(found[number])) for number in order)
 
 
-def step_counters(held: Mapping[str, tuple[Any, Any]]) -> tuple[StepCounter, ...]:
-    """Return the parameters of each number of steps; ``held`` is from :func:`held_params`."""
-    return _grouped({name: _count(*one) for name, one in held.items()})
+def step_counters(held: Held) -> tuple[StepCounter, ...]:
+    """Return the parameters of each number of steps."""
+    return _grouped((each.name, each.count) for each in held)
 
 
-def reset_counters(held: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+def reset_counters(held: Held) -> tuple[str, ...]:
     """Return the parameters with a count of 0 and moments that are not zero."""
-    return tuple(name for name, one in held.items() if _count(*one) == 0 and _has_moments(*one))
+    return tuple(dict.fromkeys(each.name for each in held if each.count == 0 and each.has_moments))
 
 
-def _has_moments(param: Any, optimizer: Optimizer) -> bool:  # noqa: ANN401 - a key of its state
-    state = optimizer.state.get(param, {})
-    return any(isinstance(state.get(key), torch.Tensor) and bool(local_tensor(state[key]).any()) for key in _MOMENTS)
-
-
-def check_counted(held: Mapping[str, tuple[Any, Any]], largest: Callable[[int], int]) -> None:
+def check_counted(held: Held, largest: Callable[[int], int]) -> None:
     """Check that no optimizer of torch has moments without a count: its next step would raise a KeyError; collective.
 
     Args:
-        held: from :func:`held_params`.
+        held: what optimizers hold.
         largest: returns the largest of a number that each rank passes.
 
     Raises:
         UsageError: on all ranks, if some have.
     """
     lost = [
-        name
-        for name, (param, optimizer) in held.items()
-        if type(optimizer).__module__.startswith("torch.optim")
-        and _count(param, optimizer) is None
-        and _has_moments(param, optimizer)
+        each.name
+        for each in held
+        if type(each.optimizer).__module__.startswith("torch.optim") and each.count is None and each.has_moments
     ]
     if largest(len(lost)):
         raise UsageError(
@@ -97,17 +116,13 @@ def check_counted(held: Mapping[str, tuple[Any, Any]], largest: Callable[[int], 
 
 
 class RaisedCounters:
-    """The counts that one step raises.
+    """The counts that one step raises."""
 
-    Args:
-        held: from :func:`held_params`.
-    """
-
-    def __init__(self, held: Mapping[str, tuple[Any, Any]]) -> None:
+    def __init__(self, held: Held) -> None:
         self._held = held
-        self._before: dict[str, int] = {}
+        self._before: dict[int, int] = {}  # by the place in held
         self._steps: Counter[int] = Counter()  # by the id of the optimizer
-        self._after: dict[str, int] = {}
+        self._rises: dict[int, int] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -115,31 +130,28 @@ class RaisedCounters:
         hook = register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin(optimizer))
         try:
             yield
-            self._after = {name: _count(*self._held[name]) or 0 for name in self._before}
+            self._rises = {place: (self._held[place].count or 0) - before for place, before in self._before.items()}
         finally:
             hook.remove()
 
     def _begin(self, optimizer: Optimizer) -> None:
         self._steps[id(optimizer)] += 1
-        for name, (param, own) in self._held.items():
-            if own is optimizer and param.grad is not None:
-                self._before[name] = _count(param, optimizer) or 0
+        for place, each in enumerate(self._held):
+            if each.optimizer is optimizer and each.param.grad is not None:
+                self._before[place] = each.count or 0
 
     def uneven(self) -> tuple[StepCounter, ...]:
         """Return by how much the counts rose of parameters with a gradient, if not by one, or by zero, for all.
 
         An optimizer that stepped more than once is left out: each of its steps may have had other gradients.
         """
-        found: dict[str, int | None] = {}
-        for optimizer in self._optimizers():
-            rises: dict[str, int | None] = {
-                name: self._after[name] - before
-                for name, before in self._before.items()
-                if self._held[name][1] is optimizer and self._steps[id(optimizer)] == 1
-            }
-            if set(rises.values()) not in ({0}, {1}):  # 0: a scaler skipped the step, or the optimizer counts none
-                found |= rises
+        found: list[tuple[str, int | None]] = []
+        for optimizer, number in self._steps.items():
+            rises = [
+                (self._held[place].name, rise)
+                for place, rise in self._rises.items()
+                if id(self._held[place].optimizer) == optimizer and number == 1
+            ]
+            if {rise for _, rise in rises} not in ({0}, {1}):  # 0: a scaler skipped it, or the optimizer counts none
+                found += rises
         return _grouped(found)
-
-    def _optimizers(self) -> Sequence[Optimizer]:
-        return list({id(optimizer): optimizer for _, optimizer in self._held.values()}.values())

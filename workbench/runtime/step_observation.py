@@ -160,10 +160,14 @@ class GradObserver:
                     self.values[name] = grad.cpu().double()
 
 
-def of_reference(pieces: Sequence[ParamPiece], params: Mapping[str, nn.Parameter]) -> Mapping[str, torch.Tensor]:
-    """Return the pieces of the unsharded copy's gradients."""
-    grads = ((piece, params[piece.name].grad) for piece in pieces)
-    return {piece.name: piece.of_whole(local_tensor(grad).detach()) for piece, grad in grads if grad is not None}
+def grads_of(params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return the gradients of parameters that have one, by name."""
+    return {name: param.grad for name, param in params.items() if param.grad is not None}
+
+
+def of_grads(pieces: Sequence[ParamPiece], grads: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the pieces of whole gradients, of the unsharded copy."""
+    return {p.name: p.of_whole(local_tensor(grads[p.name]).detach()) for p in pieces if p.name in grads}
 
 
 def of_sharded(

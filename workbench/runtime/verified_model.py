@@ -1,12 +1,14 @@
 """A sharded model as ``verify`` needs it: a plain copy that trains as it does, and its parts on this rank.
 
-One class per engine: :class:`OwnModel` for the workbench's, :class:`TorchModel` for torch's ``fully_shard``.
+One class per engine: :class:`OwnModel` for the workbench's, :class:`TorchModel` for torch's ``fully_shard``; those of
+torch's wrappers are in ``verified_wrappers.py``.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +17,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torchs
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine import FSDPModule, UnshardHandle
@@ -36,13 +38,15 @@ from workbench.protocol.commands import ReplicaSum, UnmanagedState
 from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
-from workbench.runtime.model_summary import sharded_variables, sizes_of, unmanaged_in
-from workbench.runtime.namespace import find_module, module_names
+from workbench.runtime.model_summary import sizes_of, unmanaged_in
 from workbench.runtime.reference_precision import Casts
-from workbench.watch import _torch_private, is_sharded_by_torch
+from workbench.runtime.step_observation import ParamPiece
+from workbench.watch import _torch_private
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Largest = Callable[[int], int]
+OwnGrads = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns the gradients of a copy's parameters that this rank would have without any average, by name."""
 
 
 class VerifiedModel(ABC):
@@ -76,13 +80,40 @@ class VerifiedModel(ABC):
     def copy(self, memo: dict[int, Any], optimizers: Optimizers) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
         """Return plain copies of the model and its optimizers; collective. ``memo``: as of :func:`copy.deepcopy`."""
 
+    @property
+    def names(self) -> dict[int, str]:
+        """The name, without wrappers, of each parameter that the modules hold now, by its id."""
+        found: dict[int, str] = {}
+        for module, path in self.paths.items():
+            for name, param in module.named_parameters(recurse=False):
+                found.setdefault(id(param), join(path, name))
+        return found
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients a step changes."""
+        return tuple(self.model.parameters())
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers with their names without wrappers."""
+        for module, path in self.paths.items():
+            yield from ((join(path, name), buffer) for name, buffer in module.named_buffers(recurse=False))
+
     @abstractmethod
     def casts(self) -> Iterator[Casts]:
         """Yield what each call of ``fully_shard`` casts."""
 
     @abstractmethod
-    def meshes(self) -> Mapping[str, DeviceMesh]:
-        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
+    def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
+        """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
+
+    def average(self, reference: nn.Module) -> OwnGrads:
+        """Let a plain copy average its gradients; return what returns the gradients of this rank alone, if known."""
+        groups = self.groups()
+        for name, plain in reference.named_parameters():
+            if name in groups and plain.requires_grad:
+                plain.register_post_accumulate_grad_hook(functools.partial(_average, groups[name]))
+        return dict
 
     @abstractmethod
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -91,6 +122,10 @@ class VerifiedModel(ABC):
     @abstractmethod
     def owned(self, unit: int) -> set[int]:
         """Return the ids of the parameters of a unit that an optimizer may hold."""
+
+    def part_of(self, piece: ParamPiece) -> tuple[str, set[int]]:
+        """Return the part of the model that has a piece, as text, and the ids of what an optimizer may hold of it."""
+        return f"unit {unit_words(piece.unit.name)}", self.owned(piece.unit.index)
 
     @abstractmethod
     def unreduced(self) -> tuple[int, ...]:
@@ -125,25 +160,20 @@ class VerifiedModel(ABC):
         return tuple(found)
 
 
-def verified_model(name: str, rank: RankContext) -> VerifiedModel:
-    """Return the sharded model ``name``, by default the only one.
+def join(path: str, name: str) -> str:
+    """Return the name of a parameter or buffer from the path of its module; the root's path is empty."""
+    return f"{path}.{name}" if path else name
 
-    Raises:
-        UsageError: there is none, or several without a name; an engine runs it that verify does not know.
-    """
-    torchs = {each: found for each in module_names() if is_sharded_by_torch(found := find_module(each))}
-    names = [name] if name else [*sharded_variables(), *torchs]
-    if len(names) != 1:
-        raise UsageError(
-            f"several models are sharded: {', '.join(names)}; name one: %fsdp verify {names[0]}"
-            if names
-            else "no model is sharded; shard one first: %fsdp shard MODEL"
-        )
-    if names[0] in torchs:
-        return TorchModel(names[0], torchs[names[0]], rank)
-    model = sharding.find_sharded(names[0])
-    sharding.check_one_api(names[0], model)
-    return OwnModel(model, rank.recorder.tensors)
+
+def _average(groups: Sequence[dist.ProcessGroup], param: torch.Tensor) -> None:
+    """Average a gradient over the ranks of groups; repeating it, as accumulation does, changes nothing."""
+    if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+        param.grad = param.grad.redistribute(placements=param.placements)  # reduces a pending sum
+    if param.grad is not None:
+        grad = local_tensor(param.grad)
+        for group in groups:
+            dist.all_reduce(grad, group=group)
+        grad.div_(math.prod(group.size() for group in groups))
 
 
 def _take_setters(model: nn.Module, memo: dict[int, Any], cls: type) -> None:
@@ -191,7 +221,7 @@ class OwnModel(VerifiedModel):
         if self._is_classic:
             reference, optims = classic_undo.plain_copy(self.model, memo, optimizers)
             for _, root in roots_below(self.model):
-                _take_calls_of_a_wrapper(memo[id(root.modules[0])])
+                take_calls_of_a_wrapper(memo[id(root.modules[0])])
             return reference, optims
         reference = plain_copy(self.model, memo, optimizers)
         _take_setters(self.model, memo, FSDPModule)
@@ -214,9 +244,10 @@ class OwnModel(VerifiedModel):
                 ),
             )
 
-    def meshes(self) -> Mapping[str, DeviceMesh]:
-        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
-        return {name: size.unit.mesh_info.mesh for size in sizes_of(self.model) if size.unit for name in size.names}
+    def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
+        """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
+        meshes = {name: s.unit.mesh_info.mesh for s in sizes_of(self.model) if s.unit for name in s.names}
+        return {name: mesh.get_all_groups() for name, mesh in meshes.items()}
 
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names, without wrappers, and the whole values of all parameters; collective."""
@@ -253,7 +284,17 @@ def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
     return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
 
 
-def _take_calls_of_a_wrapper(reference: nn.Module) -> None:
+def check_same_holdings(holds: str, largest: Largest) -> None:
+    """Raise UsageError if ranks hold different gradients or optimizer state; ``holds`` describes them; collective."""
+    known = zlib.crc32(holds.encode())
+    if largest(known) != -largest(-known):
+        raise UsageError(
+            "the ranks hold gradients or optimizer state of different parameters, so no copy can be made of them: "
+            "let all ranks take the same steps, and clear gradients before verify"
+        )
+
+
+def take_calls_of_a_wrapper(reference: nn.Module) -> None:
     """Give a plain copy the wrapper's methods that a step may call; its own attributes stay."""
     clip = functools.partial(_clip, list(reference.parameters()))
     calls = {"module": reference, "no_sync": nullcontext, "clip_grad_norm_": clip}
@@ -282,7 +323,7 @@ class TorchModel(VerifiedModel):
     """A model that torch's ``fully_shard`` runs.
 
     Raises:
-        UsageError: another part of torch runs it, or tensor parallelism splits it.
+        UsageError: tensor parallelism splits it.
     """
 
     def __init__(self, name: str, model: nn.Module, rank: RankContext) -> None:
@@ -291,12 +332,6 @@ class TorchModel(VerifiedModel):
         self._largest = rank.groups.largest
         self._groups = {group: path for path, group in _torch_private.groups_below(model)}
         self.units = rank.watch.units_of(model)
-        if len(self._groups) != len(self.units):
-            raise UsageError(
-                f"{name!r} is wrapped by torch's FullyShardedDataParallel or DistributedDataParallel; of torch's own, "
-                "verify knows fully_shard. To use the workbench's wrapper, run the cell that builds the model, and "
-                f"then: %fsdp shard {name} --api classic"
-            )
         split = [param.fqn for unit in self.units for param in unit.params if param.shape != param.global_shape]
         if split:
             raise UsageError(
@@ -322,12 +357,7 @@ class TorchModel(VerifiedModel):
             UsageError: only some ranks hold a gradient or optimizer state.
         """
         named = {name: param for name, param in self.model.named_parameters() if isinstance(param, DTensor)}
-        known = zlib.crc32(repr(holdings(named.items(), optimizers)).encode())
-        if self._largest(known) != -self._largest(-known):
-            raise UsageError(
-                "the ranks hold gradients or optimizer state of different parameters, so no copy can be made of them: "
-                "let all ranks take the same steps, and clear gradients before verify"
-            )
+        check_same_holdings(repr(holdings(named.items(), optimizers)), self._largest)
         for param in named.values():
             memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
             if param.grad is not None:
@@ -357,10 +387,10 @@ class TorchModel(VerifiedModel):
                 ),
             )
 
-    def meshes(self) -> Mapping[str, DeviceMesh]:
-        """Return the mesh over whose ranks the gradient of each parameter is averaged, by name."""
+    def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
+        """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
         named = self.model.named_parameters()
-        return {name: param.device_mesh for name, param in named if isinstance(param, DTensor)}
+        return {name: param.device_mesh.get_all_groups() for name, param in named if isinstance(param, DTensor)}
 
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and the whole values of all parameters; collective."""

@@ -15,20 +15,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine.full_param import local_tensor
-from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
-from workbench.events import unit_words
+from workbench.events import TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, unit_words
 from workbench.protocol.commands import Difference, StepDifferences, Verify, VerifyReply
+from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
-from workbench.runtime.namespace import optimizers_of, user_namespace
+from workbench.runtime.lint import sharded_models
+from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.step_counters import (
     RaisedCounters,
@@ -41,10 +40,11 @@ from workbench.runtime.step_observation import (
     GradObserver,
     OutputObserver,
     ParamPiece,
+    grads_of,
     grouped,
     local_values,
     modules_of,
-    of_reference,
+    of_grads,
     of_sharded,
     pieces_of,
     ratio,
@@ -52,7 +52,8 @@ from workbench.runtime.step_observation import (
     tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
-from workbench.runtime.verified_model import Largest, VerifiedModel, local_tensors, verified_model
+from workbench.runtime.verified_model import Largest, OwnModel, TorchModel, VerifiedModel, local_tensors
+from workbench.runtime.verified_wrappers import ReplicatedModel, TorchWrapperModel
 
 # for full precision, per element: AdamW divides by the root of a tiny second moment, and relative differences of
 # single updates reach 1e-3 in float32
@@ -74,10 +75,10 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
     step = find_step_function(command.fn)
     optimizers = optimizers_of(sharded.model)
     sharded.reshard()  # else the model would hold full parameters here, and those would be restored
-    buffers = tuple(clean(name) for name, buffer in sharded.model.named_buffers() if not _is_finite(buffer))
+    buffers = tuple(name for name, buffer in sharded.buffers() if not _is_finite(buffer))
     unmanaged = sharded.unmanaged
-    replicas = sharded.replica_sums()
-    held = held_params(sharded.model, set().union(*(sharded.owned(unit.index) for unit in sharded.units)), optimizers)
+    replicas, owned = sharded.replica_sums(), set().union(*(sharded.owned(unit.index) for unit in sharded.units))
+    held = held_params(sharded.names, owned, optimizers)
     check_counted(held, largest)
     counters, reset, raised = step_counters(held), reset_counters(held), RaisedCounters(held)
     with _restored(sharded, optimizers):
@@ -104,6 +105,41 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         reset=reset,
         uneven=raised.uneven(),
     )
+
+
+def verified_model(name: str, rank: RankContext) -> VerifiedModel:
+    """Return the sharded model ``name``, by default the only one.
+
+    Raises:
+        UsageError: there is none, or several without a name; or verify does not know how it is sharded.
+    """
+    models = sharded_models(name) if name else sharded_models()
+    if len(models) > 1:
+        raise UsageError(
+            f"several models are sharded: {', '.join(models)}; name one: %fsdp verify {next(iter(models))}"
+        )
+    if not models and not name:
+        raise UsageError("no model is sharded; shard one first: %fsdp shard MODEL")
+    found = name or next(iter(models))
+    model = find_module(found)
+    rank.watch.note([model])
+    engines = {unit.engine for unit in rank.watch.units_of(model)}
+    if not engines:
+        own = sharding.find_sharded(found)
+        sharding.check_one_api(found, own)
+        return OwnModel(own, rank.recorder.tensors)
+    if len(engines) > 1:
+        raise UsageError(
+            f"parts of {found!r} are run by {' and '.join(sorted(engines))}; verify knows models that one of them runs"
+        )
+    return _OF_TORCHS_ENGINES[engines.pop()](found, model, rank)
+
+
+_OF_TORCHS_ENGINES: Mapping[str, Callable[[str, nn.Module, RankContext], VerifiedModel]] = {
+    TORCH_FULLY_SHARD: TorchModel,
+    TORCH_CLASSIC: TorchWrapperModel,
+    TORCH_DDP: ReplicatedModel,
+}
 
 
 class _Pair:
@@ -136,6 +172,7 @@ class _Pair:
     ) -> None:
         self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
         self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
+        own_grads = sharded.average(self._reference)
         self.after = dict(self._reference.named_parameters())
         self.before = {name: full_tensor(param) for name, param in self.after.items()}
         self._order: dict[str, None] = {}  # of the gradients in backward
@@ -146,8 +183,9 @@ class _Pair:
         compute_alike(sharded.casts(), sharded.paths, self._reference)
         self._pieces = pieces = pieces_of(sharded.units, sharded.tensors, sharded.paths, self.after)
         self._dtype = coarsest_dtype(sharded.units)
-        self._expected = GradObserver(pieces, lambda: of_reference(pieces, self.after), keeps=keeps)
+        self._expected = GradObserver(pieces, lambda: of_grads(pieces, grads_of(self.after)), keeps=keeps)
         self._actual = GradObserver(pieces, lambda: of_sharded(pieces, sharded.tensors, self.after), keeps=keeps)
+        self._own = GradObserver(pieces, lambda: of_grads(pieces, own_grads()), keeps=keeps)
         self._whole_norms: dict[str, torch.Tensor] = {}
 
     def _came(self, name: str, _: torch.Tensor) -> None:
@@ -174,15 +212,16 @@ class _Pair:
         return not math.isfinite(expected) or abs(actual - expected) <= tolerance * expected + ATOL
 
     def left_out(self) -> tuple[str, ...]:
-        """Return the units with gradients that no optimizer among the variables has, and that did not move."""
+        """Return the parts with gradients that no optimizer among the variables has, and that did not move."""
         held = {id(p) for o in self._optimizers for group in o.param_groups for p in group["params"]}
         tensors = tensors_of_pieces(self._pieces, self._sharded.tensors)
         candidates: dict[str, bool] = {}
         for piece in self._pieces:
-            title = unit_words(piece.unit.name)
-            is_out = not self._sharded.owned(piece.unit.index) & held and self._is_still(
-                piece, tensors[piece.name].shard
-            )
+            shard = tensors[piece.name].shard
+            if not self._values(piece, shard).numel():
+                continue
+            title, owned = self._sharded.part_of(piece)
+            is_out = not owned & held and self._is_still(piece, shard)
             candidates[title] = candidates.get(title, True) and is_out
         return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
 
@@ -200,11 +239,18 @@ class _Pair:
 
     def run_and_locate(self) -> StepDifferences:
         """Run both steps, and return where they differ first."""
-        copies, originals = modules_of(self._reference), modules_of(self._sharded.model)
+        copies = modules_of(self._reference)
+        originals = {path: module for module, path in self._sharded.paths.items()}  # the innermost of several
         both = {path: module for path, module in copies.items() if path in originals}
         expected = OutputObserver(both)
         actual = OutputObserver({path: originals[path] for path in both}, expected)
-        with _restored_random_numbers(), self._expected.watching(), expected.watching(), self._whole_grads():
+        with (
+            _restored_random_numbers(),
+            self._expected.watching(),
+            self._own.watching(),
+            expected.watching(),
+            self._whole_grads(),
+        ):
             self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
         with _restored_random_numbers(), self._actual.watching(), actual.watching():
             self.loss_sharded = loss_of(self._step())
@@ -219,6 +265,7 @@ class _Pair:
             norm=_norm(self._actual.norms),
             norm_reference=_norm(self._whole_norms),
             missing=tuple(name for name in self._order if self._is_missing(name)),
+            unaveraged=tuple(name for name in self._order if self._is_unaveraged(name)),
             unreduced=tuple(titles[index] for index in self._sharded.unreduced()),
             optimizer_steps=self._actual.optimizer_steps,
             rounded_to=self._rounded_to(),
@@ -248,6 +295,13 @@ class _Pair:
     def _is_missing(self, name: str) -> bool:
         expected = self._expected.values.get(name)
         return expected is not None and bool(expected.any()) and name not in self._actual.values
+
+    def _is_unaveraged(self, name: str) -> bool:
+        """Return whether a gradient is that of this rank alone, which differs from the average."""
+        both, own = self._both(name), self._own.values.get(name)
+        if both is None or own is None or name not in self._actual.values:
+            return False
+        return relative(*both) > self._tolerance and relative(both[0], own) <= self._tolerance
 
     def _both(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the gradients of this rank's rows, sharded and unsharded; None without them in the copy."""
@@ -293,7 +347,8 @@ class _Pair:
         """Return the dtype in which all sharded gradients are exact and not all unsharded; full precision only."""
         if self._dtype in UPDATE_TOLERANCE:
             return ""
-        pairs = [both for name in self._order if name in self._actual.values and (both := self._both(name)) is not None]
+        found = (self._both(name) for name in self._order if name in self._actual.values)
+        pairs = [both for both in found if both is not None and both[0].numel()]
         for dtype in (torch.bfloat16, torch.float16):
             exact = [[torch.equal(each.to(dtype).double(), each) for each in both] for both in pairs]
             if pairs and all(actual for actual, _ in exact) and not any(expected for _, expected in exact):
@@ -314,10 +369,6 @@ def _unsharded_copies(
     for optimizer in copied:
         _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
-    meshes = sharded.meshes()
-    for name, plain in reference.named_parameters():
-        if name in meshes and plain.requires_grad:
-            plain.register_post_accumulate_grad_hook(functools.partial(_average, meshes[name]))
     modules = {id(module): memo[id(module)] for module in sharded.model.modules() if id(module) in memo}
     return reference, {**modules, id(sharded.model): reference, **copies}
 
@@ -327,17 +378,6 @@ def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
-
-
-def _average(mesh: DeviceMesh, param: torch.Tensor) -> None:
-    """Average a gradient over the ranks of a mesh; repeating it, as accumulation does, changes nothing."""
-    if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-        param.grad = param.grad.redistribute(placements=param.placements)  # reduces a pending sum
-    if param.grad is not None:
-        grad = local_tensor(param.grad)
-        for axis in range(mesh.ndim):
-            dist.all_reduce(grad, group=mesh.get_group(axis))
-        grad.div_(mesh.size())
 
 
 def _run_on(
@@ -422,7 +462,7 @@ def _tolerance(dtype: str) -> str:
 @contextmanager
 def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
     """Restore parameters, gradients, buffers and optimizer state after the body."""
-    tensors, params = local_tensors(sharded.model), list(sharded.model.parameters())
+    tensors, params = local_tensors(sharded.model), sharded.params
     values = [t.clone() for t in tensors]
     grads = [p.grad for p in params]
     kept = [(g, g.detach().clone()) for g in grads if g is not None]
@@ -431,6 +471,7 @@ def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -
     try:
         yield
     finally:
+        sharded.drop_full_grads(unit.index for unit in sharded.units if unit.index not in unreduced)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
@@ -438,7 +479,6 @@ def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -
                 param.grad = grad
             for grad, value in kept:
                 grad.copy_(value)
-        sharded.drop_full_grads(unit.index for unit in sharded.units if unit.index not in unreduced)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 

@@ -704,26 +704,97 @@ def shard_rank_of(handle: Handle) -> int:
 
 def renew_handle(handle: Handle, new_of: Mapping[int, dist.ProcessGroup]) -> None:
     """Give a flat parameter and its wrapper new process groups, and forget the iteration that was under way."""
-    wrapper = _wrapper_of(handle)
-    for owner in (handle, wrapper):
+    for owner in (handle, _wrapper_of(handle)):
         for name in ("process_group", "_fake_process_group", "_inter_node_pg"):
             new = new_of.get(id(getattr(owner, name, None)))
             if new is not None:
                 setattr(owner, name, new)
+    forget_iteration(handle)
+
+
+def forget_iteration(handle: Handle) -> None:
+    """Free the whole flat parameter, drop its gradients, and forget the iteration that was under way."""
+    wrapper = _wrapper_of(handle)
     if wrapper is not None:
         wrapper.training_state = TrainingStateOfWrapper.IDLE
-        wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
+        if hasattr(wrapper, "_post_backward_callback_queued"):  # a root
+            wrapper._post_backward_callback_queued = False  # type: ignore[assignment]
     handle._training_state = HandleTrainingState.IDLE
     for name in ("_prefetched", "_ran_pre_backward_hook", "_needs_pre_backward_unshard"):
         setattr(handle, name, False)
     flat: Any = handle.flat_param
-    flat.grad, flat._post_backward_called = None, False
+    flat._post_backward_called = False
+    for param in {flat, *held_of(handle)}:
+        param.grad = None
     hooked = flat.__dict__.pop("_post_backward_hook_state", None)
     if hooked is not None:
         hooked[-1].remove()
     flat.__dict__.pop("_saved_grad_shard", None)  # the reduced gradient of an iteration that was not finished
-    if handle.uses_sharded_strategy:
+    reshard_handle(handle)
+
+
+def reshard_handle(handle: Handle) -> None:
+    """Free the whole flat parameter; no-op where every rank holds it."""
+    if handle.uses_sharded_strategy and hasattr(handle.flat_param, "_local_shard"):  # else nothing has run yet
         handle.reshard(free_unsharded_flat_param=True)
+
+
+def held_of(handle: Handle) -> tuple[nn.Parameter, ...]:
+    """Return what an optimizer holds: the flat parameter, or with ``use_orig_params`` a parameter for each part."""
+    flat: Any = handle.flat_param
+    return tuple(flat._params) if handle._use_orig_params else (flat,)
+
+
+def all_places_of(handle: Handle) -> Iterator[tuple[int, nn.Module, str]]:
+    """Yield the index of each part of a flat parameter, with every module that has it and its name there."""
+    places = flat_places_of(handle)
+    index = {place: number for number, place in enumerate(places)}
+    yield from ((number, *place) for number, place in enumerate(places))
+    for shared in handle.flat_param._shared_param_infos:
+        yield index[shared.prim_module, shared.prim_param_name], shared.module, shared.param_name
+
+
+def plain_module(wrapped: nn.Module) -> None:
+    """Remove a flat parameter from a copy of the module that had it."""
+    wrapped._parameters.pop("_flat_param", None)
+
+
+def averaging_groups_of(handle: Handle) -> tuple[dist.ProcessGroup, ...]:
+    """Return the process groups over which the gradient of a flat parameter is averaged, one after the other."""
+    wrapper = _wrapper_of(handle) if handle.uses_sharded_strategy else None
+    between = getattr(wrapper, "_inter_node_pg", None)
+    return (handle.process_group,) if between is None else (handle.process_group, between)
+
+
+def gathered_flat(handle: Handle, shard: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that is sharded like a flat parameter, with padding; collective.
+
+    Args:
+        handle: of the flat parameter.
+        shard: this rank's part, ``[shard_numel]``.
+    """
+    if not handle.uses_sharded_strategy:
+        return shard
+    whole = shard.new_empty(shard.numel() * handle.process_group.size())
+    parts = list(whole.chunk(handle.process_group.size()))
+    dist.all_gather(parts, shard.contiguous(), group=handle.process_group)
+    return whole
+
+
+def objects_of_shards(handle: Handle, value: T) -> list[T]:
+    """Return the value of each rank that shares a flat parameter with this one; collective."""
+    found: list[T] = [value] * handle.process_group.size()
+    dist.all_gather_object(found, value, group=handle.process_group)
+    return found
+
+
+def wrappers_below(model: nn.Module) -> Iterator[tuple[FullyShardedDataParallel, bool, Handle | None]]:
+    """Yield the wrappers of a model, outer before inner, whether each is a root, and its flat parameter if any."""
+    inner: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            yield module, module not in inner, module._handle
+            inner.update(module.modules())
 
 
 # ---- DistributedDataParallel

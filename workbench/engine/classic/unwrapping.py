@@ -116,7 +116,9 @@ def plain_copy(
     plain = copied(module, memo, make)
     for (_, flat), params in zip(flats, plains, strict=True):
         flat.places.replace(params, lambda m: cast("nn.Module", memo[id(m)]))
-    return plain, [_copied(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers]
+    return plain, [
+        copied_optimizer(optimizer, mapping, _gathered(flats, plains, optimizer), memo) for optimizer in optimizers
+    ]
 
 
 @torch.no_grad()
@@ -233,10 +235,17 @@ def _commit(optimizer: torch.optim.Optimizer, mapping: Mapped, states: States) -
         optimizer.state[param] = state
 
 
-def _copied(
+def copied_optimizer(
     optimizer: torch.optim.Optimizer, mapping: Mapped, states: States, memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer with replaced parameters, without copying the state that is replaced."""
+    """Return a copy of an optimizer with replaced parameters, without copying the state that is replaced.
+
+    Args:
+        optimizer: the optimizer.
+        mapping: new parameters for each one that is replaced.
+        states: state of the new parameters.
+        memo: as of :func:`copy.deepcopy`.
+    """
     kept: dict[int, Any] = {id(old): old for old in mapping} | {
         id(optimizer.state[p]): {} for p in mapping if p in optimizer.state
     }
