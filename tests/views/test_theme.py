@@ -76,6 +76,8 @@ TIMELINE_KINDS = [
     Kind.COPY_IN,
     Kind.WAIT,
     Kind.GATE,
+    Kind.SEND,
+    Kind.RECV,
 ]
 
 

@@ -69,6 +69,7 @@ COLOURS: dict[Colour, str] = {
     Colour.COPY_IN: "#8d8929",
     Colour.COPY_OUT: "#a9a96b",
     Colour.OFFLOAD: "#6b6b1f",
+    Colour.RECEIVED: "#a8c09c",
     Colour.WAIT: "#c2185b",
     Colour.GIVEN_UP: WRONG,
     Colour.PLAIN: "#8a8c83",
