@@ -164,11 +164,16 @@ default-src 'none'; style-src 'unsafe-inline'; img-src data:; font-src data:\">"
 @pytest.mark.thorough
 @pytest.mark.browser
 def test_figures_follow_the_width_of_the_window(tmp_path, chromium):
+    """A narrow figure is higher, as its title and its legend take more lines."""
     given = json.loads(draw("timeline", example_trace()).to_json())
     drawn = nbformat.v4.new_output("display_data", data={PLOTLY_MIME: given})
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%fsdp timeline", outputs=[drawn])])
     (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
     with open_offline(chromium, tmp_path / "page.html") as opened:
-        figures(opened.page)
+        (wide,) = figures(opened.page)
         assert titles_follow_the_width(opened.page)
+        (narrow,) = figures(opened.page)
+        assert narrow["height"] >= wide["height"] + 50
+        around = "(graph) => graph.parentElement.getBoundingClientRect().height"
+        assert opened.page.eval_on_selector(".plotly-graph-div", around) >= narrow["height"]
         assert opened.complaints == []

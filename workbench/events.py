@@ -39,6 +39,7 @@ class Colour(Enum):
     COPY_IN = auto()
     COPY_OUT = auto()
     OFFLOAD = auto()
+    RECEIVED = auto()
     WAIT = auto()
     GIVEN_UP = auto()
     PLAIN = auto()
@@ -260,7 +261,7 @@ class Kind(Word):
     SCATTER = 25, _span("scatter", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True)
     BARRIER = 26, _span("barrier", Colour.PLAIN, Track.OTHER, is_collective=True)
     SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
-    RECV = 28, _span("recv", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
+    RECV = 28, _span("recv", Colour.RECEIVED, Track.OTHER, is_point_to_point=True)
     # until other ranks have read shared memory; not an event, because only a rank that is ahead waits. The value of END
     # is the last of these ranks
     READERS = 29, _span("wait for readers", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)

@@ -537,6 +537,7 @@ export interface DrawMemory {
   readonly steps?: number | null;
   readonly rank?: number | null;
   readonly process?: boolean | null;
+  readonly marks?: string | null;
   readonly talk?: boolean | null;
 }
 
@@ -545,6 +546,7 @@ export interface DrawTimeline {
   readonly step?: number | null;
   readonly steps?: number | null;
   readonly rank?: number | null;
+  readonly marks?: string | null;
   readonly talk?: boolean | null;
   readonly canvas?: boolean | null;
 }
@@ -555,6 +557,7 @@ export interface DrawStates {
   readonly steps?: number | null;
   readonly rank?: number | null;
   readonly unit?: string | null;
+  readonly marks?: string | null;
   readonly talk?: boolean | null;
 }
 

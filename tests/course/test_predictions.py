@@ -85,7 +85,7 @@ def test_a_choice_is_one_of_them(shown):
         guess.lock("third")
     guess.lock("second")
     guess.reveal("first")
-    assert shown[1]["text/plain"].startswith("which: predicted second, measured first: not what was measured")
+    assert shown[1]["text/plain"].startswith("which: predicted second, the answer is first: not right")
 
 
 def test_what_was_measured_is_not_shown_before(shown, monkeypatch):
@@ -155,12 +155,18 @@ def test_the_prediction_is_shown_beside_what_was_measured_and_kept(shown):
         (1, math.inf, "inf too low"),
         (0, 5, "5 too low (100%)"),
         ("a", "a", "exactly right"),
-        (3, "a", "not what was measured"),
+        (3, "a", "not right"),
     ],
 )
 def test_the_distance_is_said_in_words(predicted, measured, distance):
     report = PredictionReport(name="a", question="b", predicted=predicted, measured=measured)
     assert report.distance == distance
+
+
+@pytest.mark.parametrize(("unit", "text"), [("", "3"), ("%", "3%"), ("KiB", "3 KiB")])
+def test_a_number_has_its_unit_as_english_writes_it(unit, text):
+    report = PredictionReport(name="a", question="b", predicted=3, measured=3, unit=unit)
+    assert report.headline == f"a: predicted {text}, measured {text}: exactly right"
 
 
 def test_a_number_that_json_cannot_hold_is_kept_as_text():

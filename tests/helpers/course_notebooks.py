@@ -29,6 +29,7 @@ from workbench import ports
 
 FOLDER = REPO / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+INSIDE = FOLDER / "02_inside_a_step.ipynb"
 SOLUTIONS = REPO / "tests" / "course" / "solutions"
 TIMEOUT_S = 300
 
@@ -148,6 +149,13 @@ class WarmKernel:
     def _execute(self, notebook: NotebookNode) -> NotebookNode:
         self._client.nb = notebook
         return self._client.execute()
+
+
+def assert_only_solutions_pass(ran: NotebookNode) -> None:
+    """Check a notebook of :func:`solved` that has run: the checks of first tries failed, and no other cell did."""
+    first_tries = [cell for cell in ran.cells if "raises-exception" in cell.metadata.get("tags", [])]
+    assert [failure(cell).partition(":")[0] for cell in first_tries] == ["CheckFailed"] * len(first_tries)
+    assert all(not failure(cell) for cell in ran.cells if cell.cell_type == "code" and cell not in first_tries)
 
 
 def texts(cell: NotebookNode) -> str:

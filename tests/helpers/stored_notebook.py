@@ -5,7 +5,7 @@ from pathlib import Path
 
 import nbformat
 
-from tests.helpers.course_notebooks import solutions, solved
+from tests.helpers.course_notebooks import assert_only_solutions_pass, solutions, solved
 from workbench.demo import execute
 
 
@@ -20,10 +20,11 @@ def assert_kept_without_outputs(path: Path) -> None:
 def run_notebook(path: Path, folder: Path) -> Sequence[tuple[str, str]]:
     """Run the notebook at ``path`` in ``folder``; return the source and the text of each code cell, in order.
 
-    Its exercises are tried as they are stored, and then solved.
+    Its exercises are tried as they are stored, and then solved; only the solutions pass.
     """
     notebook = solved(nbformat.read(path, as_version=4), solutions(path))
     execute(notebook, folder)
+    assert_only_solutions_pass(notebook)
     return [
         (c.source, "\n".join(o.get("data", {}).get("text/plain", o.get("text", "")) for o in c.outputs))
         for c in notebook.cells

@@ -5,12 +5,9 @@ import re
 import nbformat
 import pytest
 
-from tests.helpers.course_notebooks import NOTEBOOKS
-from tests.helpers.package_source import REPO
+from tests.helpers.course_notebooks import INSIDE, NOTEBOOKS
 from tests.helpers.stored_notebook import assert_kept_without_outputs, run_notebook
 from workbench.magics import command_lines
-
-INSIDE = REPO / "notebooks" / "02_inside_a_step.ipynb"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -89,6 +89,18 @@ def test_a_cause_is_decided(differences, rule):
 @pytest.mark.parametrize(
     "differences",
     [
+        [with_ratio(1.25, norm=5.0), with_ratio(5 / 3, norm=5.0)],
+        [replace(SAME, norm_reference=7.5), replace(SAME, norm_reference=2.5)],
+    ],
+)
+def test_numbers_of_each_rank_are_those_of_the_ranks_there_are(differences):
+    (fault,) = faults_of([replace(REPLY, differences=each) for each in differences])
+    assert fault.evidence[0].startswith("gradients of ranks 0-1 are ")
+
+
+@pytest.mark.parametrize(
+    "differences",
+    [
         [with_ratio(None)] * 2,  # elements differ
         [with_ratio(2.0, None)] * 2,
         [with_ratio(ratio(2.0, 1), ratio(3.0, 1))] * 2,

@@ -86,6 +86,13 @@ def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_th
     assert subtitle(frozen).endswith(f"without sharding, every rank would keep {whole}: parameters {whole}")
 
 
+def test_where_no_parameter_is_split_nothing_is_said_of_training_without_sharding():
+    """Its optimizer may still keep only a part of its state on each rank, as in ZeRO-1, and a trace does not tell."""
+    fig = memory(simulate(Setup(num_ranks=2, copies=2)))
+    assert "without sharding" not in subtitle(fig)
+    assert "without sharding" not in [t.name for t in fig.data]
+
+
 def test_an_unsharded_model_far_above_is_mentioned_and_not_drawn():
     fig = memory(with_moves(example_trace(), lambda _: 0.1))
     assert "without sharding, every rank would keep 1.35 MiB: parameters 626 KiB, gradients 626 KiB" in subtitle(fig)

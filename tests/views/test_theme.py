@@ -76,6 +76,8 @@ TIMELINE_KINDS = [
     Kind.COPY_IN,
     Kind.WAIT,
     Kind.GATE,
+    Kind.SEND,
+    Kind.RECV,
 ]
 
 
@@ -233,6 +235,14 @@ def test_a_figure_carries_its_template_and_changes_no_default():
     assert fig.layout.title.subtitle.text.count("<br>") == 3
     assert fig.layout.barmode == "stack"
     assert fig.layout.margin.t > theme.figure("A title").layout.margin.t
+
+
+@pytest.mark.parametrize("amount", ["28.4 ms", "2.02 MiB", "512 B", "1.06 s", "5 h", "46 min"])
+def test_a_line_of_a_title_does_not_end_between_a_number_and_its_unit(amount):
+    for width in range(40):
+        text = f"{'x' * width} {amount} of it, {'and more ' * 20}"
+        lines, _ = theme.heading(text, text)
+        assert all(amount in each for each in (lines["text"], lines["subtitle"]["text"]))
 
 
 def test_an_empty_figure_shows_its_sentence():

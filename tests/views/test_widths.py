@@ -216,6 +216,14 @@ def test_a_figure_is_restored_when_its_page_is_wide_again(page):
     assert narrow["whole"][3] > wide["whole"][3]
 
 
+@pytest.mark.parametrize("view", ["layout", "memory"])
+def test_a_figure_on_a_wider_page_has_nothing_of_its_narrow_layout(page, view):
+    """Layouts for wide pages leave out what narrow ones change, such as the labels of an axis."""
+    figure = json.loads(figures()[f"{view} of deep"].to_json())
+    alone, after_narrow = (page.evaluate(_DRAW, [figure, widths]) for widths in ([700], [300, 700]))
+    assert after_narrow == alone
+
+
 def test_the_check_finds_overlaps(page):
     """The measure reports a legend over the plot, and texts at the same position."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))

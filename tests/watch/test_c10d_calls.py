@@ -248,6 +248,24 @@ def test_functional_collectives_are_seen_as_often_as_torch_counts_them():
         assert whole in begins[begins["kind"] == Kind.ALL_GATHER]["num_bytes"].tolist()
 
 
+def waited_for_by_a_view():
+    summed = funcol.all_reduce(FOUR.clone(), "sum", dist.group.WORLD)
+    return summed.view(2, 2).sum().item()
+
+
+def test_a_functional_collective_ends_when_a_view_of_its_result_is_used():
+    """A view of a result that is under way is itself under way: torch waits for the view, not for the result."""
+    expected = [
+        (Kind.ALL_REDUCE, Edge.BEGIN),
+        (Kind.WAIT, Edge.BEGIN),
+        (Kind.WAIT, Edge.END),
+        (Kind.ALL_REDUCE, Edge.END),
+    ]
+    for rank in watch(2, waited_for_by_a_view).trace.ranks:
+        rows = rank.rows[np.isin(rank.rows["kind"], (Kind.ALL_REDUCE, Kind.WAIT))]
+        assert list(zip(rows["kind"], rows["edge"], strict=True)) == expected
+
+
 def compiled():
     step = torch.compile(lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD) * 2, backend="eager")
     return step(ONE.clone()).item()

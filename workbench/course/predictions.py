@@ -56,10 +56,11 @@ class PredictionReport(Report):
     @property
     def headline(self) -> str:
         """Prediction and measurement in one sentence."""
-        measured = _with_unit(self.measured, self.unit)
+        found = "the answer is" if isinstance(self.measured, str) else "measured"
+        found = f"{found} {_with_unit(self.measured, self.unit)}"
         if self.predicted is None:
-            return f"{self.name}: measured {measured}; no prediction"
-        return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}, measured {measured}: {self.distance}"
+            return f"{self.name}: {found}; no prediction"
+        return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}, {found}: {self.distance}"
 
     @property
     def distance(self) -> str:
@@ -69,7 +70,7 @@ class PredictionReport(Report):
         if self.predicted == self.measured:
             return "exactly right"
         if isinstance(self.predicted, str) or isinstance(self.measured, str):
-            return "not what was measured"
+            return "not right"
         difference = self.predicted - self.measured
         if math.isclose(self.predicted, self.measured, rel_tol=1e-9):
             return "exactly right"
@@ -269,8 +270,9 @@ def _sent(answer: Answer | None) -> Answer | None:
 
 
 def _with_unit(answer: Answer | None, unit: str) -> str:
-    text = answer if isinstance(answer, str) else "" if answer is None else _number(answer)
-    return f"{text} {unit}".rstrip() if not isinstance(answer, str) else text
+    if answer is None or isinstance(answer, str):
+        return answer or ""
+    return f"{_number(answer)}{'' if unit in {'', '%'} else ' '}{unit}"
 
 
 def _number(number: float) -> str:

@@ -35,7 +35,7 @@ class InjectReport(Report):
     def headline(self) -> str:
         """What is on now, or what was."""
         if not self.words:
-            return "a fault is on, which one is for you to find out"
+            return "a fault is on: find out which one"
         return f"fault {self.name} is {'on' if self.is_on else 'off'}: {self.words}"
 
     def facts(self) -> list[tuple[str, str]]:
@@ -47,7 +47,7 @@ class InjectReport(Report):
             if not self.words
             else instrument_words(KINDS[self.name])
         )
-        solution = " and says which one it was" if not self.words else ""
+        solution = ", which also names it" if not self.words else ""
         return [("named by", named), ("remove it", f"%fsdp fault off{solution}")]
 
 

@@ -205,7 +205,7 @@ def _partial_norm(differences: Differences) -> Fault | None:
         rule="partial-norm",
         verdict="gradients were clipped by the norm of each rank's own rows instead of the norm of all rows",
         evidence=(
-            f"gradients of ranks 0, 1, ... are {_numbers(ratios)} times those of the unsharded copy; "
+            f"gradients of {label(range(len(ratios)))} are {_numbers(ratios)} times those of the unsharded copy; "
             f"with rows of equal norms it is sqrt({len(ratios)}) = {math.sqrt(len(ratios)):.4g}",
             f"the clipped rows of one rank have the norm {differences[clipped.index(True)].norm:.4g}, which all rows "
             "together should have",
@@ -264,7 +264,8 @@ def _uneven_batches(differences: Differences) -> Fault | None:
     factors = [norm / norms[0] for norm in norms]
     if all(_is_close(factor, 1.0) for factor in factors):
         return None
-    evidence = [f"gradients of ranks 0, 1, ... are scaled like {_numbers(factors)} after they were averaged"]
+    who = label(range(len(factors)))
+    evidence = [f"gradients of {who} are scaled like {_numbers(factors)} after they were averaged"]
     if all(sizes) and all(_is_close(f, size / sizes[0]) for f, size in zip(factors, sizes, strict=True)):
         batches = ", ".join(map(str, sizes))
         return Fault(

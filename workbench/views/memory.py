@@ -167,11 +167,14 @@ def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState
 
 
 def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
-    """Return the bytes that training without sharding would keep on every rank, by name; empty without parameters.
+    """Return the bytes that training without sharding would keep on every rank, by name.
 
-    The optimizer's state is estimated as the mean over the ranks times the number of ranks that share a copy.
+    Empty if no parameter is split: the whole parameters then do not say whether the optimizer's state is split, as in
+    ZeRO-1. Otherwise its state is estimated as the mean over the ranks times the number of ranks that share a copy.
     """
     split = shards(header)
+    if all(part.num_shards == 1 and part.bytes_unsharded == part.bytes_global for part in split):
+        return {}
     state = sum(state.bytes_by_category[Category.OPTIMIZER_STATE] for state in states) / len(states)
     found = {
         "parameters": totals(split).bytes_unsharded,

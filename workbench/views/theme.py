@@ -16,6 +16,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import textwrap
 from collections.abc import Iterable
 from functools import cache
@@ -69,6 +70,7 @@ COLOURS: dict[Colour, str] = {
     Colour.COPY_IN: "#8d8929",
     Colour.COPY_OUT: "#a9a96b",
     Colour.OFFLOAD: "#6b6b1f",
+    Colour.RECEIVED: "#a8c09c",
     Colour.WAIT: "#c2185b",
     Colour.GIVEN_UP: WRONG,
     Colour.PLAIN: "#8a8c83",
@@ -147,6 +149,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MINUTE, _HOUR, _DAY = 60, 3_600, 86_400  # seconds
 _LONG_UNITS = ((_DAY, "d", _HOUR, "h"), (_HOUR, "h", _MINUTE, "min"), (_MINUTE, "min", 1, "s"))
 _TIME_UNITS = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"))
+_UNITS = (*_BYTE_UNITS, *(unit for _, unit in _TIME_UNITS), "d", "h", "min")
 
 
 def byte_unit(largest: float) -> tuple[int, str]:
@@ -253,7 +256,9 @@ _TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: fonts; page
 _TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # mean width of a character: relative to its size; pixels
 _EMPTY_LETTER = 9.2  # pixels, in empty figures
 _BESIDE_TITLE = 24  # pixels
-_UNBROKEN = "\u00a0"  # a space at which no line ends, so that a dot between two sentences stays with the first
+_UNBROKEN = "\u00a0"  # a space at which no line ends
+_TOGETHER = re.compile(rf" (?=·)|(?<=\d) (?=(?:{'|'.join(_UNITS)})\b)")
+"""Spaces before a dot between two sentences, and between a number and its unit."""
 _FIRST_OF_MANY = 12  # pixels by which the first of several lines is higher than a single one
 
 
@@ -267,10 +272,8 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
     """
     size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
     room = width - _BESIDE_TITLE
-    titles = textwrap.wrap(title, int(room / (size * _TITLE_LETTER)), break_on_hyphens=False)
-    subtitles = textwrap.wrap(
-        subtitle.replace(" ·", f"{_UNBROKEN}·"), int(room / _SUBTITLE_LETTER), break_on_hyphens=False
-    )
+    titles = _wrapped(title, int(room / (size * _TITLE_LETTER)))
+    subtitles = _wrapped(subtitle, int(room / _SUBTITLE_LETTER))
     found: dict[str, Any] = {
         "text": _lines(titles),
         "font": {"size": size},
@@ -282,6 +285,11 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
     if subtitles:
         found["subtitle"] = {"text": _lines(subtitles), "font": {"size": 13}}
     return found, 38 + _TITLE_LINE * len(titles) + _SUBTITLE_LINE * len(subtitles)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return plain text in lines of at most ``width`` characters; a number and its unit are in one line."""
+    return textwrap.wrap(_TOGETHER.sub(_UNBROKEN, text), width, break_on_hyphens=False)
 
 
 def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: object) -> go.Figure:

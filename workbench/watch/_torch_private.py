@@ -119,6 +119,9 @@ class CallObserver(Protocol):
     def issued(self, call: Any, work: AnyWork | None) -> None:  # noqa: ANN401 - what begin returned
         """Receive the work of a call that was made; None if c10d returned none."""
 
+    def fills(self, call: Any, outputs: Sequence[torch.Tensor]) -> None:  # noqa: ANN401 - what begin returned
+        """Receive the tensors that a functional collective fills, if the call was made without hooks."""
+
     def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
         """Call ``original(work, ...)``, which waits for a work."""
 
@@ -184,8 +187,13 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
             if not group.group_name.startswith(OWN):
                 _hook(group, observer)
         changes.wrap(dist.ProcessGroup, "_set_group_name", _hook_new(observer))
-        _observe_tensor_waits(observer.wait_for_tensor, changes)
-        return
+    else:
+        _wrap_calls(observer, changes)
+    _observe_tensor_waits(observer.wait_for_tensor, changes)
+
+
+def _wrap_calls(observer: CallObserver, changes: Replacements) -> None:
+    """Report the calls that Python makes, where process groups have no hooks."""
     for method, row in _BY_METHOD.items():
         if hasattr(dist.ProcessGroup, method):
             names_peer = method != "recv_anysource"
@@ -195,7 +203,6 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
             if hasattr(namespace, name):
                 original = getattr(namespace, name)
                 changes.replace(namespace, name, _Operator(original, _calling(observer, original, kind)))
-    _observe_tensor_waits(_waiting(observer), changes)
 
 
 def _observe_tensor_waits(wait: Callable[..., Any], changes: Replacements) -> None:
@@ -308,21 +315,11 @@ def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[...,
         one = observer.begin(group, kind, Tensors(given, gathered), is_async=True)
         result = original(*args, **kwargs)
         if one is not None:
-            work = FunctionalWork()
-            observer.issued(one, work)
-            for tensor in _flat(result):
-                tensor._workbench_work = work  # type: ignore[attr-defined]
+            observer.issued(one, FunctionalWork())
+            observer.fills(one, tuple(_flat(result)))
         return result
 
     return call
-
-
-def _waiting(observer: CallObserver) -> Callable[..., Any]:
-    def wait(original: Any, tensor: torch.Tensor) -> Any:  # noqa: ANN401
-        work = getattr(tensor, "_workbench_work", None)
-        return original(tensor) if work is None else observer.wait(lambda _: original(tensor), work)
-
-    return wait
 
 
 def _flat(given: object) -> Iterator[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -35,7 +35,7 @@ class Call:
 
     Attributes:
         ended_ns: time at which the transport finished it; None while it is unknown.
-        address: of the memory that it fills; 0: unknown.
+        addresses: of the memory that it fills; empty: unknown.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Call:
     is_async: bool
     on_device: bool
     ended_ns: int | None = None
-    address: int = 0
+    addresses: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -118,14 +118,21 @@ class CollectiveWatch:
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         on_device = any(not tensor.is_cpu for tensor in paid)
         call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
-        if HAS_HOOKS and is_async and tensors.outputs:  # else a functional collective marks its own result
-            call.address = tensors.outputs[0].data_ptr()
-            self._filling.pop(call.address, None)
-            self._filling[call.address] = call
-            if len(self._filling) > _MAX_FILLING:
-                del self._filling[next(iter(self._filling))]
+        if HAS_HOOKS and is_async:  # else only a functional collective fills what is waited for by its memory
+            self.fills(call, tensors.outputs or tensors.inputs)  # an all-reduce has only inputs, which it replaces
         probe.event(kind, Edge.BEGIN, call.unit, call.num_bytes, comm)
         return call
+
+    def fills(self, call: Call | None, outputs: Sequence[torch.Tensor]) -> None:
+        """Remember the memory that a call fills: a functional collective is waited for by a tensor, or a view of it."""
+        if call is None:
+            return
+        call.addresses = tuple(tensor.data_ptr() for tensor in outputs)
+        for address in call.addresses:
+            self._filling.pop(address, None)
+            self._filling[address] = call
+            if len(self._filling) > _MAX_FILLING:
+                del self._filling[next(iter(self._filling))]
 
     def _announced(self, group: dist.ProcessGroup) -> _Group:
         if group.group_name.startswith(OWN):
@@ -177,16 +184,21 @@ class CollectiveWatch:
         call = self._in_flight.get(work) or self._ended.pop(work, None)
         if call is None:
             return original(work, *args, **kwargs)
-        self._filling.pop(call.address, None)
+        self._forget_memory(call)
         return self._wait(lambda: original(work, *args, **kwargs), call, work)
 
     def wait_for_tensor(self, original: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
         """Wait for the functional collective that fills a tensor; announce the wait, and the end of the call."""
-        call = self._filling.pop(tensor.data_ptr(), None)
+        call = self._filling.get(tensor.data_ptr())
         if call is None:
             return original(tensor)
+        self._forget_memory(call)
         work = next((work for work, own in self._in_flight.items() if own is call), None)
         return self._wait(lambda: original(tensor), call, work)
+
+    def _forget_memory(self, call: Call) -> None:
+        for address in call.addresses:
+            self._filling.pop(address, None)
 
     def _wait(self, original: Callable[[], T], call: Call, work: AnyWork | None) -> T:
         probe.event(Kind.WAIT, Edge.BEGIN, call.unit, 0, call.comm)

@@ -29,7 +29,7 @@ export const KINDS = /** @type {const} */ ([
   {"words": "scatter", "colour": "#dbafc7", "isCollective": true},
   {"words": "barrier", "colour": "#8a8c83", "isCollective": true},
   {"words": "send", "colour": "#dbafc7", "isCollective": false},
-  {"words": "recv", "colour": "#dbafc7", "isCollective": false},
+  {"words": "recv", "colour": "#a8c09c", "isCollective": false},
   {"words": "wait for readers", "colour": "#8a8c83", "isCollective": false},
 ]);
 export const KIND = /** @type {const} */ ({

@@ -27,14 +27,15 @@ export function followWidth(graph, redraw) {
   around.style.overflowX = "auto";
   const names = new Set(narrow.flatMap(({ layout }) => Object.keys(layout)));
   const wide = Object.fromEntries([...names].map((name) => [name, structuredClone(graph.layout[name])]));
-  let shown = wide;
+  /** @type {Narrow["layout"] | undefined} */
+  let shown;
   const observer = new ResizeObserver(() => {
     const width = room(around, graph);
     if (width <= 0) return; // not visible
-    const found = narrow.findLast(({ below }) => width < below)?.layout ?? wide;
+    const found = narrow.findLast(({ below }) => width < below)?.layout;
     if (found === shown) return;
     shown = found;
-    Object.assign(graph.layout, structuredClone(found));
+    Object.assign(graph.layout, structuredClone({ ...wide, ...found }));
     redraw();
   });
   observer.observe(around);
@@ -52,11 +53,13 @@ function room(around, inside) {
 }
 
 /**
- * Redraw a figure at the width of its element.
+ * Redraw a figure with the height of its layout, at the width of its element.
  * @param {Plotly} plotly
  * @param {Graph} graph
  */
 export async function drawAnew(plotly, graph) {
+  const { height } = graph.layout;
+  if (typeof height === "number") graph.style.height = `${height}px`; // plotly resizes to the element
   await plotly.redraw(graph);
   await plotly.Plots.resize(graph);
 }

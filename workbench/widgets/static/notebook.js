@@ -6,5 +6,6 @@ import { drawAnew, followWidth } from "./figures.js";
 
 const { Plotly } = /** @type {{ Plotly: Plotly }} */ (/** @type {unknown} */ (window));
 for (const graph of /** @type {NodeListOf<Graph>} */ (document.querySelectorAll(".js-plotly-plot"))) {
+  if (graph.parentElement) graph.parentElement.style.height = "auto"; // else that of the figure on a wide page
   followWidth(graph, () => drawAnew(Plotly, graph));
 }
