@@ -537,7 +537,6 @@ export interface DrawMemory {
   readonly steps?: number | null;
   readonly rank?: number | null;
   readonly process?: boolean | null;
-  readonly marks?: string | null;
   readonly talk?: boolean | null;
 }
 
@@ -546,7 +545,6 @@ export interface DrawTimeline {
   readonly step?: number | null;
   readonly steps?: number | null;
   readonly rank?: number | null;
-  readonly marks?: string | null;
   readonly talk?: boolean | null;
   readonly canvas?: boolean | null;
 }
@@ -557,7 +555,6 @@ export interface DrawStates {
   readonly steps?: number | null;
   readonly rank?: number | null;
   readonly unit?: string | null;
-  readonly marks?: string | null;
   readonly talk?: boolean | null;
 }
 

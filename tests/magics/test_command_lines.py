@@ -240,6 +240,8 @@ def test_view_options_are_those_of_the_view():
         "memory",
         {"process": True, "step": 3, "talk": True},
     )
+    with pytest.raises(UsageError, match="--marks"):  # what only code passes is no flag
+        parse_line("memory --marks a")
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
 
 from workbench.errors import UsageError, did_you_mean
@@ -47,7 +48,8 @@ def options_of(view: Callable[..., Any]) -> Iterator[Option]:
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         hint = hints[parameter.name]
-        plain = [t for t in (get_args(hint) or (hint,)) if t in {int, float, bool, str}]
+        given = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        plain = [t for t in given if t in {int, float, bool, str}]
         if plain:
             found = re.search(rf"^\s+{parameter.name}: (.+)$", about, re.MULTILINE)
             yield Option(parameter.name, plain[0], _for_a_flag(found[1]) if found else "", parameter.default is False)
