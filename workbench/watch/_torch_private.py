@@ -33,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
 
@@ -49,8 +50,16 @@ class Replacements:
     def __init__(self) -> None:
         self._undo: list[tuple[object, str, object]] = []
 
-    def wrap(self, owner: type | ModuleType, name: str, wrapper: Callable[..., Any]) -> None:
+    def wrap(
+        self, owner: type | ModuleType, name: str, wrapper: Callable[..., Any], *, if_probed: bool = False
+    ) -> None:
         """Replace ``owner.name`` with a function that calls ``wrapper(original, *args)``.
+
+        Args:
+            owner: a class or module.
+            name: a function of it.
+            wrapper: what is called.
+            if_probed: while there is no probe, call the original instead.
 
         Raises:
             AttributeError: this version of torch has no such function.
@@ -59,6 +68,8 @@ class Replacements:
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
+            if if_probed and probe.active is None:
+                return original(*args, **kwargs)
             return wrapper(original, *args, **kwargs)
 
         self.replace(owner, name, replacement)
@@ -264,8 +275,7 @@ def _reporting(
     observer: CallObserver, kind: Kind, outputs: int, inputs: int, *, names_peer: bool = True
 ) -> Callable[..., Any]:
     def call(original: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        given = args[: outputs + inputs]
-        tensors = Tensors(inputs=tuple(_flat(given[outputs:])), outputs=tuple(_flat(given[:outputs])))
+        tensors = Tensors(_tensors(args[outputs : outputs + inputs]), _tensors(args[:outputs]))
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
         peer = options[0] if kind.info.is_point_to_point and names_peer else -1
@@ -307,7 +317,7 @@ class _Operator:
 
 def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[..., Any]:  # noqa: ANN401
     def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        given, name = tuple(_flat(args[0])), kwargs.get("group_name", args[-1])
+        given, name = _tensors(args[:1]), kwargs.get("group_name", args[-1])
         if not given or not isinstance(name, str):
             return original(*args, **kwargs)
         group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
@@ -320,6 +330,12 @@ def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[...,
         return result
 
     return call
+
+
+def _tensors(given: tuple[object, ...]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors in ``given``, of which most calls have one that is no list."""
+    first, *others = given or (None,)
+    return (first,) if isinstance(first, torch.Tensor) and not others else tuple(_flat(given))
 
 
 def _flat(given: object) -> Iterator[torch.Tensor]:

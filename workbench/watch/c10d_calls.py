@@ -108,8 +108,9 @@ class CollectiveWatch:
             return None
         if self.before_issue is not None:
             self.before_issue(kind, tensors)
-        self._end_synchronous()
-        self.settle()
+        if self._in_flight:
+            self._end_synchronous()
+            self.settle()
         comm = None
         numbered = self._between(group, kind, peer) if kind.info.is_point_to_point else known
         if numbered is not None and numbered.index is not None:

@@ -32,7 +32,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
-        changes.wrap(DistributedDataParallel, "forward", self._if_probed(self._forward))
+        changes.wrap(DistributedDataParallel, "forward", self._forward, if_probed=True)
 
     # ---- descriptions
 

@@ -31,14 +31,14 @@ class FlatParamUnits(TorchUnits[Handle]):
 
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
-        changes.wrap(_torch.wrapper_functions, "_pre_forward", self._if_probed(self._pre_forward))
-        changes.wrap(_torch.wrapper_functions, "_post_forward", self._if_probed(self._post_forward))
-        changes.wrap(Handle, "unshard", self._if_probed(self._unshard))
-        changes.wrap(Handle, "reshard", self._if_probed(self._reshard))
-        changes.wrap(_torch.handle_functions, "_pre_backward_hook", self._if_probed(self._pre_backward))
-        changes.wrap(_torch.handle_functions, "_post_backward_hook", self._if_probed(self._post_backward))
-        changes.wrap(_torch.handle_functions, "_reduce_grad", self._if_probed(self._reduce))
-        changes.wrap(_torch.handle_functions, "_post_backward_final_callback", self._if_probed(self._end_of_backward))
+        changes.wrap(_torch.wrapper_functions, "_pre_forward", self._pre_forward, if_probed=True)
+        changes.wrap(_torch.wrapper_functions, "_post_forward", self._post_forward, if_probed=True)
+        changes.wrap(Handle, "unshard", self._unshard, if_probed=True)
+        changes.wrap(Handle, "reshard", self._reshard, if_probed=True)
+        changes.wrap(_torch.handle_functions, "_pre_backward_hook", self._pre_backward, if_probed=True)
+        changes.wrap(_torch.handle_functions, "_post_backward_hook", self._post_backward, if_probed=True)
+        changes.wrap(_torch.handle_functions, "_reduce_grad", self._reduce, if_probed=True)
+        changes.wrap(_torch.handle_functions, "_post_backward_final_callback", self._end_of_backward, if_probed=True)
 
     # ---- descriptions
 

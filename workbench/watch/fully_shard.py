@@ -33,13 +33,13 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
         for method in ("pre_forward", "post_forward", "unshard", "wait_for_unshard", "pre_backward", "post_backward"):
-            changes.wrap(ParamGroup, method, self._if_probed(getattr(self, f"_{method}")))
-        changes.wrap(ParamGroup, "_to_sharded", self._if_probed(self._reshard))
-        changes.wrap(ParamGroup, "_to_sharded_post_forward", self._if_probed(self._reshard))
-        changes.wrap(_torch.foreach, "foreach_all_gather", self._if_probed(self._all_gather))
-        changes.wrap(_torch.foreach, "foreach_all_gather_copy_out", self._if_probed(self._copy_out))
-        changes.wrap(_torch.foreach, "foreach_reduce", self._if_probed(self._reduce))
-        changes.wrap(State, "_root_post_backward_final_callback", self._if_probed(self._end_of_backward))
+            changes.wrap(ParamGroup, method, getattr(self, f"_{method}"), if_probed=True)
+        changes.wrap(ParamGroup, "_to_sharded", self._reshard, if_probed=True)
+        changes.wrap(ParamGroup, "_to_sharded_post_forward", self._reshard, if_probed=True)
+        changes.wrap(_torch.foreach, "foreach_all_gather", self._all_gather, if_probed=True)
+        changes.wrap(_torch.foreach, "foreach_all_gather_copy_out", self._copy_out, if_probed=True)
+        changes.wrap(_torch.foreach, "foreach_reduce", self._reduce, if_probed=True)
+        changes.wrap(State, "_root_post_backward_final_callback", self._end_of_backward, if_probed=True)
 
     # ---- descriptions
 
@@ -105,9 +105,11 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         _torch.renew(group)
 
     def _of(self, group: ParamGroup) -> WatchedUnit:
-        if group not in self._known:
+        known = self._known.get(group)
+        if known is None:
             self.note([_torch.root_of(group)])
-        return self._known[group]
+            known = self._known[group]
+        return known
 
     # ---- forward
 

@@ -103,15 +103,6 @@ class TorchUnits(ABC, Generic[Group]):
         self._known: weakref.WeakKeyDictionary[Group, WatchedUnit] = weakref.WeakKeyDictionary()
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
-    @staticmethod
-    def _if_probed(wrapper: Original) -> Original:
-        """Return a wrapper that calls the original while there is no probe."""
-
-        def wrapped(original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-            return original(*args, **kwargs) if probe.active is None else wrapper(original, *args, **kwargs)
-
-        return wrapped
-
     # ---- Source
 
     def has(self, unit: int) -> bool:
@@ -234,7 +225,8 @@ class TorchUnits(ABC, Generic[Group]):
         known.set_grads(nbytes())
         with self._collectives.within(known.index):
             result = run()
-        known.set_grads(nbytes())
+        if known.grads_nbytes:  # not reduced: there are no others
+            known.set_grads(nbytes())
         return result
 
     @staticmethod
