@@ -261,4 +261,4 @@ def test_predictions_are_locked_with_the_mouse_in_jupyterlab(tmp_path, chromium)
         assert lab.cell(1).locator("input").count() == 0
         lab.page.evaluate(RUN_FROM_CELL_3)
         lab.cell(3).get_by_text("gathers: predicted 9 calls, measured 11 calls: 2 too low (18%)").wait_for()
-        lab.cell(4).get_by_text("which: predicted rank 1, measured rank 1: exactly right").wait_for()
+        lab.cell(4).get_by_text("which: predicted rank 1, the answer is rank 1: exactly right").wait_for()
