@@ -19,7 +19,7 @@ from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
 from workbench.cluster import engine_provider as place_module
-from workbench.cluster.attached import AttachTarget, holder_here, is_gone
+from workbench.cluster.attached import BOOT_S, AttachedEngines, AttachTarget, holder_here, is_gone
 from workbench.cluster.channels import Channels
 from workbench.errors import ClusterError, Interrupted, UsageError
 from workbench.protocol.rank_messages import Locate
@@ -290,6 +290,15 @@ def test_a_missing_cluster_is_reported(profile, tmp_path):
     file = security / "ipcontroller-one-client.json"
     with Cluster.attached(AttachTarget(file=str(file)), device="cpu", runtime=RUNTIME) as cluster:
         assert cluster.num_ranks == 3
+
+
+def test_engines_may_import_for_longer_than_they_may_take_to_be_found(tmp_path):
+    needed = ("interface", "registration", "notification", "control", "signature_scheme")
+    (tmp_path / "client.json").write_text(json.dumps(dict.fromkeys(needed, "")))
+    engines = AttachedEngines(AttachTarget(file=str(tmp_path / "client.json")), 1, timeout_s=0.0)
+    before = engines.deadline
+    assert engines.wait_for_engines(lambda: {"engine": 0}) == ("engine",)
+    assert engines.deadline >= before + BOOT_S
 
 
 def test_ranks_started_here_cannot_be_detached(make_cluster):

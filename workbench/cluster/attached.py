@@ -41,6 +41,9 @@ def is_gone(holder: ClusterOwner) -> bool:
         return True
 
 
+BOOT_S = 180.0
+"""Time in seconds that engines may take to import torch, perhaps all of them from one disk."""
+
 _CLIENT = "ipcontroller{}-client.json"
 _NEEDED = {"interface", "registration", "notification", "control", "signature_scheme"}
 
@@ -137,6 +140,7 @@ class AttachedEngines(EngineProvider):
         if len(engines) < (self._num_ranks or 1):
             what = f"{len(engines)} engines, not {self._num_ranks}" if engines else "no engines"
             raise UsageError(f"the cluster of {self._file} has {what}: start more with ipcluster engines -n N")
+        self.deadline = max(self.deadline, time.monotonic() + BOOT_S)
         return tuple(sorted(engines, key=engines.__getitem__))
 
     def advice(self, _rank: int | None, *_others: int | None) -> str:
