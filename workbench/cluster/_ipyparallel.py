@@ -50,6 +50,9 @@ _SWITCH_S = 0.001
 # limit between a request's reply and its last output, in either order; after it one of them counts as lost
 _STRAGGLER_S = 3.0
 
+# such limits until a reply counts as lost that no interrupt can have swallowed: a busy machine passes it on late
+_REPLY_LIMITS = 10
+
 # parameters of Client._send used below
 _SEND_PARAMETERS = {"socket", "msg_type", "content", "ident", "track_outstanding", "message_future_hook"}
 
@@ -429,6 +432,7 @@ class Exchange:
         self._report: dict[str, Any] = {}
         self._is_replied = self._is_idle = False
         self._num_messages = 0
+        self._limits_left = _REPLY_LIMITS
 
     def attach(self, message: Any) -> None:  # noqa: ANN401 - ipyparallel's MessageFuture
         """Listen to the request's outputs and reply, before it is sent."""
@@ -463,7 +467,9 @@ class Exchange:
     def _give_up_unless_heard(self, num_messages: int) -> None:
         if self._answer.future.done():
             return
-        if self._num_messages != num_messages:
+        self._limits_left -= 1
+        may_come = not (self._is_replied or self._was_interrupted()) and self._limits_left > 0
+        if may_come or self._num_messages != num_messages:
             self._loop.call_later(_STRAGGLER_S, self._give_up_unless_heard, self._num_messages)
             return
         if self._is_replied:
