@@ -288,6 +288,9 @@ def test_unshard_and_verify_report(trained):
         "differences": None,
         "replicas": [],
         "left_out": [],
+        "counters": [],
+        "reset": [],
+        "uneven": [],
     }
     worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]

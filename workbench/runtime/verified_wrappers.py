@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.unsharding import copied
 from workbench.errors import UsageError
-from workbench.events import FlatPart, ParamTensors, Unit
+from workbench.events import FlatPart, ParamTensors, Unit, unit_words
 from workbench.protocol.commands import UnmanagedState
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.model_summary import unmanaged_in
@@ -444,7 +444,7 @@ class ReplicatedModel(VerifiedModel):
         """Return the module that has a parameter, as text, and the ids of its parameters: a unit is the whole model."""
         path = piece.name.rpartition(".")[0]
         own = {id_ for id_, name in self.names.items() if name.rpartition(".")[0] == path}
-        return f"module {path or '(root)'}", own
+        return f"module {unit_words(path)}", own
 
     def unreduced(self) -> tuple[int, ...]:
         """Return no unit: a gradient of this rank alone is not marked as such."""
