@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from workbench import __version__
-from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError
+from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 from workbench.ports import LOOPBACK
 
 TOUR = "01_tour.ipynb"
@@ -329,8 +329,6 @@ def _lint(args: argparse.Namespace) -> int:
 
 def _fail_of_script(args: argparse.Namespace, error: WorkbenchError) -> int:
     """Say why nothing was checked; return the exit status. The ranks are stopped: advice about them does not hold."""
-    from workbench.reports.failures import without_colours  # noqa: PLC0415 - loaded when used
-
     if isinstance(error, RankError) and error.traceback:
         sys.stderr.write(f"{without_colours(error.traceback)}\n\n")
     again = f"nothing was checked: correct {args.script} and run workbench {args.word} again"

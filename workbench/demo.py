@@ -15,7 +15,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from workbench.course.predictions import UNATTENDED
-from workbench.errors import WorkbenchError
+from workbench.errors import WorkbenchError, without_colours
 from workbench.notebook_page import to_page
 from workbench.notebook_run import notebook_client
 from workbench.replay import collectives, shards, training
@@ -31,8 +31,6 @@ _HELDOUT = re.compile(r"held-out loss (\d+\.\d+), unigram (\d+\.\d+)")  # as the
 
 Say = Callable[[str], None]
 """Receives a line for the user."""
-
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _say(line: str) -> None:
@@ -150,7 +148,7 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
             executed: NotebookNode = client.execute(env={**os.environ, UNATTENDED: "1"})
     except CellExecutionError as error:
         raise DemoError(
-            f"{_COLOUR.sub('', error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
+            f"{without_colours(error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
         ) from error
     except CellTimeoutError as error:
         raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error

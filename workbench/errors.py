@@ -17,7 +17,13 @@ import difflib
 import re
 from collections.abc import Iterable
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LONG = re.compile(r"(\S{300})\S+")
+
+
+def without_colours(text: str) -> str:
+    """Return a traceback as plain text, without the colours of a terminal."""
+    return _COLOUR.sub("", text)
 
 
 class WorkbenchError(Exception):

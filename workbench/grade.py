@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
-import re
 import threading
 import time
 import uuid
@@ -28,7 +27,7 @@ from nbformat import NotebookNode
 
 from workbench.course.checks import CHECK_MIME, CheckFailed
 from workbench.course.predictions import PREDICTION_MIME, UNATTENDED
-from workbench.errors import UsageError
+from workbench.errors import UsageError, without_colours
 from workbench.notebook_run import notebook_client
 from workbench.reports.tables import Table
 from workbench.views.theme import plural
@@ -40,7 +39,6 @@ Status = Literal["passed", "failed", "not reached"]
 
 _MARK = "WORKBENCH_GRADED"  # in the environment of every process of a run
 _END_S = 5.0  # for which processes may end by themselves
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,5 +470,5 @@ def _error_of(cell: NotebookNode) -> str:
 
 
 def _error(name: str, text: str) -> str:
-    first = _COLOUR.sub("", text).strip().partition("\n")[0]
+    first = without_colours(text).strip().partition("\n")[0]
     return f"{name}: {first[:300]}" if first else name

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.errors import RankDied, RankError, WorkbenchError
+from workbench.errors import RankDied, RankError, WorkbenchError, without_colours
 from workbench.events import unit_words
 from workbench.replay import grouping
 from workbench.replay.grouping import by_value, label
@@ -20,7 +20,6 @@ RESTART = "%fsdp stop, then %fsdp start"
 
 _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
 _CLOSED = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Socket closed", re.I)
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CELL_FRAME = re.compile(r"^Cell In\[\d+\], line (?P<line>\d+)(?:, in (?P<function>[\w.<>]+))?", re.M)
 _COLOURS = r"(?:\x1b\[[0-9;]*m)*"
 _CELL_NUMBER = re.compile(rf"^({_COLOURS}Cell{_COLOURS}) ({_COLOURS})In\[\d+\]", re.M)
@@ -150,11 +149,6 @@ def _advised(error: WorkbenchError, advice: Sequence[str]) -> WorkbenchError:
     return error
 
 
-def without_colours(text: str) -> str:
-    """Return a traceback as plain text."""
-    return _ANSI.sub("", text)
-
-
 def losses_in_words(losses: Mapping[int, str]) -> str:
     """Return how ranks were lost, grouped by cause: ``rank 1 died: the process was killed by SIGKILL ...``.
 
@@ -209,7 +203,7 @@ def shorten_traceback(text: str) -> str:
 
 
 def _is_machinery(block: str) -> bool:
-    first_line = _ANSI.sub("", block).partition("\n")[0]
+    first_line = without_colours(block).partition("\n")[0]
     return first_line.startswith("File ") and bool(_MACHINERY.search(first_line))
 
 
@@ -217,7 +211,7 @@ def place_of(failure: Failure) -> str:
     """Return where in the user's code it happened, ``"line 3, in train_step"``; ``""`` if unknown."""
     if failure.script:
         return f"line {failure.line} of {failure.script}"
-    text = _ANSI.sub("", failure.traceback)
+    text = without_colours(failure.traceback)
     frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
     function = frames[-1]["function"] if frames else None
     # prefer the line from the rank: after a "finally", IPython's rendering has the line of that

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from workbench.codec import sent_number
-from workbench.errors import RankDied, RankError
+from workbench.errors import RankDied, RankError, without_colours
 
 VERSION = 1
 """Version of the documents. Within a version, members are added, but never renamed or removed."""
 
 _SCHEMA = Path(__file__).parent / "schema.json"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def schema_path() -> Path:
@@ -107,7 +105,7 @@ def error_facts(error: BaseException) -> ErrorFacts:
             ranks=(error.rank, *error.also),
             ename=error.ename,
             evalue=error.evalue,
-            traceback=_COLOUR.sub("", error.traceback),
+            traceback=without_colours(error.traceback),
             line=error.line,
             script=error.script,
         )
