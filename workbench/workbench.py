@@ -1084,9 +1084,10 @@ class Workbench:
         models = next(iter(self.models().values()), ())
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 
-    def picture(self, report: ExplainReport) -> go.Figure | None:
-        """Return the figure that shows what an explanation says, with the events that it names; None: there is none."""
-        if report.picture is None:
+    def picture(self, result: object) -> go.Figure | None:
+        """Return the figure that proves an explanation, with the events that it names; None for any other result."""
+        report = result if isinstance(result, ExplainReport) else None
+        if report is None or report.picture is None:
             return None
         return self.view(report.picture.view, **report.picture.options, marks=report.marks)
 

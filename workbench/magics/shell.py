@@ -31,7 +31,7 @@ from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
-from workbench.reports.explain_report import ExplainReport, linked
+from workbench.reports.explain_report import linked
 from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
@@ -96,7 +96,7 @@ class FsdpMagics(Magics):
             return None
         if value is None or not result_is_dropped(sys._getframe()):
             return value
-        figure = self.workbench.picture(value) if isinstance(value, ExplainReport) else None
+        figure = self.workbench.picture(value)
         if figure is None:
             show(value)
         else:

@@ -46,7 +46,7 @@ from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Run, Shard, Step, to_text
-from workbench.reports.explain_report import ExplainReport, linked
+from workbench.reports.explain_report import linked
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
 
@@ -222,7 +222,7 @@ class Client:
 
     def _bundle(self, result: Any) -> dict[str, Any]:  # noqa: ANN401 - a report or a figure
         """Return ``result`` by MIME type, an explanation with the figure that shows it."""
-        figure = self._workbench.picture(result) if isinstance(result, ExplainReport) else None
+        figure = self._workbench.picture(result)
         if figure is None:
             return dict(result._repr_mimebundle_())
         return {**figure._repr_mimebundle_(), **linked(result, figure)}
