@@ -443,8 +443,15 @@ class ReplicatedModel(VerifiedModel):
     def part_of(self, piece: ParamPiece) -> tuple[str, set[int]]:
         """Return the module that has a parameter, as text, and the ids of its parameters: a unit is the whole model."""
         path = piece.name.rpartition(".")[0]
-        own = {id_ for id_, name in self.names.items() if name.rpartition(".")[0] == path}
-        return f"module {unit_words(path)}", own
+        return f"module {unit_words(path)}", self._ids_by_module.get(path, set())
+
+    @functools.cached_property
+    def _ids_by_module(self) -> Mapping[str, set[int]]:
+        """The ids of the parameters of each module, by its path without wrappers."""
+        found: dict[str, set[int]] = {}
+        for id_, name in self.names.items():
+            found.setdefault(name.rpartition(".")[0], set()).add(id_)
+        return found
 
     def unreduced(self) -> tuple[int, ...]:
         """Return no unit: a gradient of this rank alone is not marked as such."""
@@ -456,10 +463,8 @@ class ReplicatedModel(VerifiedModel):
     @property
     def unmanaged(self) -> UnmanagedState:
         """The parameters that no wrapper averages, and the buffers that it does not broadcast."""
-        averaged = self.groups()
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        params = [name for id_, name in self.names.items() if name not in averaged and names.get(id_) is not None]
-        trained = {self.names[id(p)] for p in self.model.parameters() if p.requires_grad}
+        averaged, names = self.groups(), self.names
+        trained = (names[id(param)] for param in self.model.parameters() if param.requires_grad)
         broadcast = {
             id(buffer)
             for part in self._parts.values()
@@ -470,7 +475,7 @@ class ReplicatedModel(VerifiedModel):
         checksums = unmanaged_in(self.model).buffers
         others = {name for name, buffer in self.model.named_buffers() if id(buffer) not in broadcast}
         return UnmanagedState(
-            params=tuple(name for name in params if name in trained),
+            params=tuple(name for name in trained if name not in averaged),
             hooks=(),
             buffers={self._without_wrapper(name): crc for name, crc in checksums.items() if name in others},
         )
