@@ -85,7 +85,7 @@ def test_the_example_of_the_module():
 
 
 def waits_for_readers(last):
-    """Return two ranks: after its forward, rank 0 waits until ``last`` has read; None: the wait is aborted."""
+    """Return two ranks, of which rank 0 waits after its forward until ``last`` has read; without it, it is aborted."""
     forward, backward = span(Kind.FORWARD, 10, 20, unit=0), span(Kind.BACKWARD, 60, 90, unit=0)
     first = rank_of(0, *span(Kind.STEP, 0, 100, forward, span(Kind.READERS, 25, 50), backward, phase=Phase.IDLE))
     rows = first.rows.copy()

@@ -884,7 +884,7 @@ class StepCounter:
     """Parameters whose optimizer state has the same number of steps, or has got as many more.
 
     Attributes:
-        steps: the number; None: their state has none, or they have no state.
+        steps: the number; None for parameters without state, or whose state counts no steps.
         params: their names.
     """
 

@@ -105,7 +105,7 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
 
 
 def _until(peak: EventMark, known: UnitHistory) -> EventMark | None:
-    """Return the events from a unit's first one, such as its all-gather, to the peak; None: it is not recorded."""
+    """Return the events from the first of a unit, such as its all-gather, to the peak; None if that is not recorded."""
     first = next((event.seq for event in known.events if event.seq >= 0), None)
     return None if first is None else replace(peak, first_seq=min(first, peak.last_seq))
 

@@ -19,7 +19,7 @@ from workbench.reports.fault_report import FaultReport
 from workbench.views.mark_buttons import Marks, marked
 
 Evidence = Mapping[str, EventMark | None]
-"""Lines of evidence in order, each with the events that it names; None: none that a picture shows."""
+"""Lines of evidence in order, each with the events that it names, or None where no picture shows them."""
 
 
 def marks_in(evidence: Evidence) -> Marks:

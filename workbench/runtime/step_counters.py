@@ -41,7 +41,7 @@ class HeldParam:
 
     @property
     def count(self) -> int | None:
-        """The number of its steps in the optimizer's state; None: there is none."""
+        """The number of its steps in the optimizer's state; None if the state has no such number."""
         steps = self.optimizer.state.get(self.param, {}).get(_COUNT)
         return None if steps is None else int(steps)
 

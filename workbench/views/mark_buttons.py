@@ -52,7 +52,7 @@ def add_marks(
         fig: a view's figure, whose height includes its margins.
         marks: events by the sentence that names them.
         axis: the time axis.
-        place: returns where a mark is drawn; None: it is not.
+        place: returns where a mark is drawn, or None if the picture does not show it.
         above: pixels over the plot that are taken.
     """
     found = {sentence: ends for sentence, mark in marks.items() if (ends := _ends(place(mark), mark, axis))}
