@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.both_engines import CLOSE
 from tests.helpers.forked_ranks import run_cases, run_ranks
-from tests.helpers.pairwise import quick
+from tests.helpers.pairwise import covering, quick
 from tests.helpers.parity import average_grads
 from workbench import engine
 from workbench.engine.errors import RanksDisagreeError
@@ -128,9 +128,10 @@ def table() -> list[tuple[tuple, str, str, str]]:
     """Return (case, torch's result, our result, our result of an ordinary step after it)."""
     torch.manual_seed(0)
     found = []
+    accumulating = (Layers,), ("resharded", "kept"), UNITS[1:3], (False, True), ("mid", "both"), (accumulate,)
     cases = [
-        *product((Layers, Shallow), policies(engine), UNITS, (False, True), ("low", "mid"), (step,)),
-        *product((Layers,), ("resharded", "kept"), UNITS[1:3], (False, True), ("mid", "both"), (accumulate,)),
+        *covering(2, (Layers, Shallow), list(policies(engine)), UNITS, (False, True), ("low", "mid"), (step,)),
+        *covering(2, *accumulating),
     ]
     for kind, policy, units, differentiable, loss, run in cases:
         base = kind().double()
@@ -151,7 +152,7 @@ def test_the_loss_can_be_any_tensor_made_inside():
         assert not wrong
         assert not [row for row in rank if row[3] != "same"]
         results = [(theirs, ours) for _, theirs, ours, _ in rank]
-        assert results.count(("same", "same")) > 70
+        assert results.count(("same", "same")) > 10
         # only losses inside a resharded unit that bypass its outputs
         raised = {case[:3] for case, _, ours, _ in rank if ours == "raised"}
         assert raised

@@ -16,7 +16,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 PATIENCE_MS = 240_000
 """Timeout of one browser operation: long, as the machine may be busy."""
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_HEADLESS = "chromium-headless-shell"  # the same pages for two thirds of the CPU time: it has no window to draw
+_NAMES = (_HEADLESS, "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _MAC = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",

@@ -33,6 +33,7 @@ INSIDE = FOLDER / "02_inside_a_step.ipynb"
 SOLUTIONS = REPO / "tests" / "course" / "solutions"
 TIMEOUT_S = 300
 
+_FIRST_TRY = "first_try"
 _HEAD = re.compile(r"^# %% ([\w-]+)$", re.MULTILINE)
 _MAGIC = re.compile(r"^(\s*)# (?=%{1,2}\w)", re.MULTILINE)
 _NEXT = """
@@ -93,14 +94,14 @@ def solutions(path: Path) -> Mapping[str, str]:
 def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:
     """Return a copy of ``notebook`` in which each exercise is tried twice: as it is stored, and solved.
 
-    The check of the first try is marked as one that raises.
+    The check of the first try is marked.
     """
     made = copy.deepcopy(notebook)
     cells, done = [], 0
     for each in exercises(notebook):
         cells += made.cells[done : each.answer]
         cells += copy.deepcopy(made.cells[each.answer : each.check + 1])
-        cells[-1].metadata["tags"] = ["raises-exception"]
+        cells[-1].metadata[_FIRST_TRY] = True
         made.cells[each.answer].source = by_id[each.grade_id]
         cells += made.cells[each.answer : each.check + 1]
         done = each.check + 1
@@ -153,7 +154,7 @@ class WarmKernel:
 
 def assert_only_solutions_pass(ran: NotebookNode) -> None:
     """Check a notebook of :func:`solved` that has run: the checks of first tries failed, and no other cell did."""
-    first_tries = [cell for cell in ran.cells if "raises-exception" in cell.metadata.get("tags", [])]
+    first_tries = [cell for cell in ran.cells if _FIRST_TRY in cell.metadata]
     assert [failure(cell).partition(":")[0] for cell in first_tries] == ["CheckFailed"] * len(first_tries)
     assert all(not failure(cell) for cell in ran.cells if cell.cell_type == "code" and cell not in first_tries)
 

@@ -1,15 +1,22 @@
-"""Cross products of options: all pairs of values in every run, the rest of the product with ``-m exhaustive``."""
+"""Cross products of options: all pairs of values in every run, all triples of values with ``-m exhaustive``.
+
+A fault that needs four particular values at once is rare (D. R. Kuhn, D. R. Wallace and A. M. Gallo, Software fault
+interactions and implications for software testing, 2004), and whole products take hours.
+"""
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 Row = tuple[Any, ...]
+Numbers = tuple[int, ...]
+"""A row, as the position of each value in its axis."""
 
-pairs_and_rest = pytest.mark.parametrize("part", ["pairs", pytest.param("rest", marks=pytest.mark.exhaustive)])
-"""Runs a test with the rows that :func:`pairwise` chooses, and separately with all others; see :func:`rows_of`."""
+pairs_and_triples = pytest.mark.parametrize("part", ["pairs", pytest.param("triples", marks=pytest.mark.exhaustive)])
+"""Runs a test with rows that have every pair of values, and separately with those for every triple; see `rows_of`."""
 
 
 def quick(values: Iterable[Any], chosen: Container[Any]) -> list[Any]:
@@ -22,42 +29,63 @@ def quick_rows(rows: Iterable[Row], chosen: Container[Row]) -> list[Any]:
     return [row if row in chosen else _thorough(*row) for row in rows]
 
 
-def pairwise(*axes: Sequence[Any]) -> list[Row]:
-    """Return rows with one value of each axis, such that every two values of different axes share a row.
+def covering(strength: int, *axes: Sequence[Any]) -> list[Row]:
+    """Return rows with one value of each axis, such that every ``strength`` values of different axes share a row.
 
-    Greedy and deterministic: a row starts with the first uncovered pair; each further axis adds the value that covers
-    the most pairs, and among equals the one in the fewest rows so far.
+    The rows for pairs are the first ones for triples. Greedy and deterministic: a row starts with the first values that
+    share none yet; each further axis adds the value that covers the most, and among equals the one in the fewest rows
+    so far.
     """
-    numbers = [range(len(axis)) for axis in axes]
-    places = list(itertools.combinations(range(len(axes)), 2))
-    missing = {(a, x, b, y): None for a, b in places for x in numbers[a] for y in numbers[b]}
-    rows: list[list[int]] = []
+    chosen: list[Numbers] = []
+    for size in range(2, min(strength, len(axes)) + 1):
+        chosen += _additional(size, [len(axis) for axis in axes], chosen)
+    return [tuple(axis[value] for axis, value in zip(axes, row, strict=True)) for row in chosen]
+
+
+def _additional(size: int, lengths: Sequence[int], chosen: Sequence[Numbers]) -> list[Numbers]:
+    """Return the rows that ``chosen`` lacks for every ``size`` values to share one."""
+    places = list(itertools.combinations(range(len(lengths)), size))
+    missing = {
+        tuple(zip(place, values, strict=True)): None
+        for place in places
+        for values in itertools.product(*(range(lengths[axis]) for axis in place))
+    }
+    rows: list[Numbers] = []
+
+    def covered_by(row: Numbers) -> None:
+        rows.append(row)
+        for place in places:
+            missing.pop(tuple((axis, row[axis]) for axis in place), None)
+
+    for row in chosen:
+        covered_by(row)
     while missing:
-        a, x, b, y = next(iter(missing))
-        row = {a: x, b: y}
-        for axis in range(len(axes)):
-            if axis not in row:
-                row[axis] = max(
-                    numbers[axis],
-                    key=lambda value, axis=axis, row=row: (
-                        sum(_pair(axis, value, other, row[other]) in missing for other in row),
-                        -sum(done[axis] == value for done in rows),
-                    ),
-                )
-        rows.append([row[axis] for axis in range(len(axes))])
-        for a, b in places:
-            missing.pop((a, row[a], b, row[b]), None)
-    return [tuple(axis[value] for axis, value in zip(axes, row, strict=True)) for row in rows]
+        made = dict(next(iter(missing)))
+        for axis, length in enumerate(lengths):
+            if axis not in made:
+                made[axis] = max(range(length), key=partial(_gain, axis, made, size, missing, tuple(rows)))
+        covered_by(tuple(made[axis] for axis in range(len(lengths))))
+    return rows[len(chosen) :]
+
+
+def _gain(
+    axis: int, row: Mapping[int, int], size: int, missing: Container[Any], rows: Sequence[Numbers], value: int
+) -> tuple[int, int]:
+    """Return how many missing combinations a value adds to an incomplete row, and in how few rows it is so far."""
+    others = itertools.combinations(row.items(), size - 1)
+    adds = sum(tuple(sorted((*each, (axis, value)))) in missing for each in others)
+    return adds, -sum(done[axis] == value for done in rows)
 
 
 def rows_of(part: str, *axes: Sequence[Any]) -> list[Row]:
-    """Return the rows of one part of the cross product, in its order: ``pairs`` or ``rest``."""
-    chosen = pairwise(*(range(len(axis)) for axis in axes))
-    numbers = itertools.product(*(range(len(axis)) for axis in axes))
+    """Return some rows of the cross product, in its order: ``pairs``, or those that ``triples`` need in addition."""
+    lengths = [range(len(axis)) for axis in axes]
+    pairs = set(covering(2, *lengths))
+    chosen = pairs if part == "pairs" else {*covering(3, *lengths)} - pairs
     return [
         tuple(axis[value] for axis, value in zip(axes, row, strict=True))
-        for row in numbers
-        if (row in chosen) == (part == "pairs")
+        for row in itertools.product(*lengths)
+        if row in chosen
     ]
 
 
@@ -68,7 +96,3 @@ def _thorough(*values: Any) -> Any:
     if isinstance(first, type(param)) and not others:
         return first._replace(marks=[*first.marks, *param.marks])
     return param
-
-
-def _pair(a: int, x: int, b: int, y: int) -> tuple[int, int, int, int]:
-    return (a, x, b, y) if a < b else (b, y, a, x)

@@ -1,4 +1,4 @@
-"""A covering array contains every pair of values, for any number of axes."""
+"""A covering array contains every pair or triple of values, for any number of axes."""
 
 import itertools
 
@@ -6,37 +6,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.pairwise import pairwise, quick, rows_of
+from tests.helpers.pairwise import covering, quick, rows_of
 
-axes_of_any_size = st.lists(st.integers(1, 6), min_size=2, max_size=6)
-
-
-def pairs_in(row):
-    return set(itertools.combinations(enumerate(row), 2))
+axes_of_any_size = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
 
+def combinations_in(size, row):
+    return set(itertools.combinations(enumerate(row), size))
+
+
+@pytest.mark.parametrize("strength", [2, 3])
 @given(axes_of_any_size)
-def test_every_pair_of_values_is_in_a_row(sizes):
+def test_every_combination_of_so_many_values_is_in_a_row(strength, sizes):
     axes = [[f"{axis}.{value}" for value in range(size)] for axis, size in enumerate(sizes)]
-    rows = pairwise(*axes)
-    wanted = set().union(*map(pairs_in, itertools.product(*axes)))
-    assert set().union(*map(pairs_in, rows)) == wanted
+    rows = covering(strength, *axes)
+    size = min(strength, len(axes))
+    wanted = set().union(*(combinations_in(size, row) for row in itertools.product(*axes)))
+    assert set().union(*(combinations_in(size, row) for row in rows)) == wanted
     assert len(set(rows)) == len(rows)
     assert all(value in axis for row in rows for value, axis in zip(row, axes, strict=True))
-    assert pairwise(*axes) == rows
+    assert covering(strength, *axes) == rows
 
 
 @given(axes_of_any_size)
-def test_both_parts_are_the_whole_product(sizes):
+def test_both_parts_are_the_rows_for_triples(sizes):
     axes = [[[value] for value in range(size)] for size in sizes]  # values need no hash
-    pairs, rest = (rows_of(part, *axes) for part in ("pairs", "rest"))
-    assert sorted(pairs + rest) == sorted(itertools.product(*axes))
-    assert len(pairs) == len(pairwise(*axes))
+    pairs, triples = (rows_of(part, *axes) for part in ("pairs", "triples"))
+    assert sorted(pairs + triples) == sorted(covering(3, *axes))
+    assert sorted(pairs) == sorted(covering(2, *axes))
 
 
 def test_there_are_not_many_more_rows_than_there_must_be():
-    assert len(pairwise(range(3), range(5), range(6), range(2), range(2))) <= 33  # at least 5 x 6
-    assert len(pairwise(*[range(2)] * 4)) <= 6
+    table = range(3), range(5), range(6), range(2), range(2)
+    assert len(covering(2, *table)) <= 33  # at least 5 x 6
+    assert len(covering(3, *table)) <= 110  # at least 3 x 5 x 6
+    assert len(covering(2, *[range(2)] * 4)) <= 6
 
 
 def test_values_that_are_not_chosen_are_left_to_ci_with_the_marks_they_had():

@@ -83,7 +83,7 @@ TOOLS = {
     "chromium": Tool(
         name="Chromium or Chrome",
         why_not=functools.partial(_no_browser, browser.find_chromium),
-        packages="chromium fonts-dejavu-core",
+        packages="chromium-headless-shell fonts-dejavu-core",
         otherwise=".venv/bin/playwright install chromium",
         is_browser=True,
     ),

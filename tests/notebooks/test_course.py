@@ -59,6 +59,9 @@ def test_it_has_two_exercises_with_a_check_and_a_solution(path):
         graded = notebook.cells[each.check].metadata.nbgrader
         assert (graded.locked, graded.points >= 1, graded.solution) == (True, True, False)
         assert "check(" in notebook.cells[each.check].source
+    tagged = [place for place, cell in enumerate(notebook.cells) if "tags" in cell.metadata]
+    assert tagged == [each.check for each in found]  # after a check that fails, the rest of the notebook still runs
+    assert all(notebook.cells[place].metadata.tags == ["raises-exception"] for place in tagged)
 
 
 @each_notebook

@@ -2,7 +2,7 @@
 
 From 300 pixels on, a view is no wider than its page, so that nothing at its right edge requires scrolling.
 
-Each view is drawn at each width, and so is each trace; all views of all traces at all widths with ``-m exhaustive``.
+Each view is drawn at each width, and so is each trace; all views of all traces at one width with ``-m exhaustive``.
 """
 
 import json
@@ -15,7 +15,7 @@ from plotly.offline import get_plotlyjs
 from tests.helpers.browser import open_offline
 from tests.helpers.held_ranks import stopped_before
 from tests.helpers.many_ranks import Scale, trace_of
-from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
+from tests.helpers.pairwise import quick, rows_of
 from tests.helpers.simulated_job import Setup, simulate
 from tests.replay.test_shards import make_flat, make_param, make_unit
 from workbench.events import Kind
@@ -169,28 +169,36 @@ def _cells_too_small(cells):
             yield f"{cell['text']!r} does not fit into its cell"
 
 
-def figures_at(width, widths, part):
-    """Return the figures of a part of the cross product at a width, by name; ``pairs`` has those outside of it, too."""
-    views = {f"{name} of {what}" for name, what, at in rows_of(part, list(VIEWS), TRACES, widths) if at == width}
+def figures_at(width, widths):
+    """Return the figures by name: those of a width in rows that have every pair of values, and those of one trace."""
+    views = {f"{name} of {what}" for name, what, at in rows_of("pairs", list(VIEWS), TRACES, widths) if at == width}
     every = {f"{name} of {what}" for name in VIEWS for what in TRACES}
-    return {name: figure for name, figure in figures().items() if (name in views if name in every else part == "pairs")}
+    return {name: figure for name, figure in figures().items() if name in views or name not in every}
 
 
-@pairs_and_rest
+def complaints_of(page, width, found):
+    """Return what is wrong with figures at a width."""
+    return [
+        f"{name}: {complaint}"
+        for name, figure in found.items()
+        for complaint in complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]]))
+    ]
+
+
 @pytest.mark.parametrize("width", quick(WIDTHS, (300, 1400)))
-def test_nothing_overlaps_and_nothing_is_cut_off(page, width, part):
-    found = []
-    for name, figure in figures_at(width, WIDTHS, part).items():
-        measured = page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]])
-        found += [f"{name}: {complaint}" for complaint in complaints(measured)]
-    assert found == []
+def test_nothing_overlaps_and_nothing_is_cut_off(page, width):
+    assert complaints_of(page, width, figures_at(width, WIDTHS)) == []
 
 
-@pairs_and_rest
+@pytest.mark.exhaustive
+def test_no_view_of_any_trace_overlaps_in_a_narrow_window(page):
+    assert complaints_of(page, 320, figures()) == []
+
+
 @pytest.mark.parametrize("width", quick(TALK_WIDTHS, (600,)))
-def test_a_figure_for_a_projector_is_readable_as_well(page, width, part):
+def test_a_figure_for_a_projector_is_readable_as_well(page, width):
     found = []
-    for name, figure in figures_at(width, TALK_WIDTHS, part).items():
+    for name, figure in figures_at(width, TALK_WIDTHS).items():
         measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), [width]])
         found += [f"{name}: {complaint}" for complaint in complaints(measured, LEAST * SCALE)]
     assert found == []

@@ -137,23 +137,36 @@ def test_arrows_move_the_view_along(page):
     assert now["view"][1] - now["view"][0] == pytest.approx(100)
 
 
-def test_the_wheel_zooms_at_the_pointer(page):
+@pytest.mark.parametrize("is_focused", [True, False], ids=["after a click", "with Ctrl"])
+def test_the_wheel_zooms_at_the_pointer(page, is_focused):
     before = stats(page)["view"]
     x, y = point(page, "compute", 2000)
     page.mouse.move(x, y)
-    page.mouse.wheel(0, -240)
+    if is_focused:
+        page.locator("canvas").focus()
+        page.mouse.wheel(0, -240)
+    else:
+        page.keyboard.down("Control")
+        page.mouse.wheel(0, -60)  # faster: a pinch is many of these
+        page.keyboard.up("Control")
     now = stats(page)
     assert now["view"][1] - now["view"][0] < 0.7 * (before[1] - before[0])
     assert point(page, "compute", 2000)[0] == pytest.approx(x, abs=2)
 
 
-def test_the_page_scrolls_when_fully_zoomed_out(page):
+@pytest.mark.parametrize("is_focused", [True, False], ids=["fully zoomed out", "not clicked into"])
+def test_the_page_scrolls(page, is_focused):
     page.evaluate("document.body.style.height = '3000px'")
     page.screenshot()  # another thread scrolls: it learns the height when it draws
-    x, y = point(page, "compute", 2000)
-    page.mouse.move(x, y)
+    if is_focused:
+        page.locator("canvas").focus()
+    else:
+        page.evaluate("timeline.setView(1500, 2500)")
+    before = stats(page)["view"]
+    page.mouse.move(*point(page, "compute", 2000))
     page.mouse.wheel(0, 240)
     page.wait_for_function("scrollY > 0")
+    assert stats(page)["view"] == pytest.approx(before)
 
 
 def test_dragging_pans(page):

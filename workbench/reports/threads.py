@@ -6,7 +6,7 @@
         0  cell:21 in forward: x = block(x)
         1  cell:30 in train_step: loss = model(batch).mean()
         and 42 library frames, now in workbench/engine/cancellable_waits.py:196 in block
-    ranks 0-3, Thread-2, Thread-3: 4 library frames, now in ipykernel/iostream.py:478 in run
+    ranks 0-3, in library code alone: Thread-2, Thread-3
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def library_place(thread: Thread) -> str:
 
 
 def _shown(thread: Thread) -> tuple[object, ...]:
-    """Return what is shown of a thread, except its name."""
+    """Return what is shown of a thread, except its name; of the threads of libraries nothing else is shown."""
     users = users_frames(thread)
-    return not thread.is_main, not users, users or library_place(thread)
+    return not thread.is_main, not users, users or (thread.is_main and library_place(thread))
 
 
 def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
@@ -47,10 +47,13 @@ def lines_of(threads: Mapping[int, Sequence[Thread]]) -> list[str]:
 def _lines(alike: Sequence[tuple[int, Thread]]) -> Iterator[str]:
     """Yield the lines of threads with equal stacks."""
     names = ", ".join(dict.fromkeys(thread.name for _, thread in alike))
-    who = f"{label({rank for rank, _ in alike})}, {names}:"
+    ranks = label({rank for rank, _ in alike})
     users = users_frames(alike[0][1])
+    if not users and not alike[0][1].is_main:
+        yield f"{ranks}, in library code alone: {names}"
+        return
     others = _libraries(alike)
-    yield who if users else f"{who} {others}"
+    yield f"{ranks}, {names}:" if users else f"{ranks}, {names}: {others}"
     for frame in users:
         yield f"  {frame.number:>3}  {frame.text}"
     if users and others:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Thei
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
-from tests.helpers.pairwise import pairs_and_rest, quick, rows_of
+from tests.helpers.pairwise import pairs_and_triples, quick, rows_of
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from tests.helpers.wrapped_models import (
@@ -320,7 +320,7 @@ def forgets_what_was_added_up(part):
         torch.testing.assert_close(ours, skips_a_batch(later, to_none, between), **SAME)
 
 
-@pairs_and_rest
+@pairs_and_triples
 def test_gradients_that_no_sync_has_added_up_are_made_zero_as_torchs_are(part):
     run_ranks(2, forgets_what_was_added_up, part)
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.engine.classic.test_optim_state import FSDP, set_state_dict_type
 from tests.engine.classic.test_unwrapping import STRATEGIES, train, wrapped
 from tests.helpers.forked_ranks import run_ranks
-from tests.helpers.pairwise import pairs_and_rest, rows_of
+from tests.helpers.pairwise import pairs_and_triples, rows_of
 from tests.helpers.parity import shard_net
 from tests.helpers.small_models import make_net
 from tests.helpers.wrapped_models import OURS, SAME, adam, whole
@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-@pairs_and_rest
+@pairs_and_triples
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_training_resumes_bit_identically_from_every_type(case, part):
     """Covers mixed precision, offload and ``use_orig_params``."""

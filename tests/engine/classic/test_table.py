@@ -1,7 +1,7 @@
-"""The whole table: strategy x precision x offload x ``use_orig_params`` x accumulation, on 1, 2 and 4 ranks.
+"""A table: strategy x precision x offload x ``use_orig_params`` x accumulation, on 1, 2 and 4 ranks.
 
 Each cell trains in a run of four Adam steps. A run alternates the accumulations of a cell, so that each continues from
-the others' state. Every test run covers all pairs of values; ``-m exhaustive`` covers the other cells.
+the others' state. Every test run covers all pairs of values; ``-m exhaustive`` covers all triples.
 
 Torch's wrapper is the oracle, bit by bit; in fp32, so is an unsharded copy. Here torch's flat parameters have no gaps
 (``use_orig_params`` is off) and collectives are c10d's own: each element has the same position as in ours, and is
@@ -21,7 +21,7 @@ from torch import nn
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
-from tests.helpers.pairwise import pairs_and_rest, rows_of
+from tests.helpers.pairwise import pairs_and_triples, rows_of
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import make_net
 from tests.helpers.wrapped_models import OURS, THEIRS, Way, adam, copies_of_shards, steps_of, whole, wrap_net
@@ -132,7 +132,7 @@ def cells_of(strategy: str, precision: str, forms: list[dict[str, Any]]) -> int:
     return num_cells
 
 
-@pairs_and_rest
+@pairs_and_triples
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_cell_trains_as_torchs_wrapper_does(world_size, strategy, part, monkeypatch):

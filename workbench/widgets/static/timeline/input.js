@@ -103,9 +103,12 @@ export class TimelineInput {
       timeline.pan((pixels / axis.width) * axis.span);
       return;
     }
-    const factor = Math.exp(Math.max(Math.min(pixels, 240), -240) * (event.ctrlKey ? 0.01 : 0.0025));
+    const isWithKey = event.ctrlKey || event.metaKey; // a pinch is a wheel with Ctrl
+    if (!isWithKey && document.activeElement !== this.canvas) return; // somebody scrolls past in the page
+    const factor = Math.exp(Math.max(Math.min(pixels, 240), -240) * (isWithKey ? 0.01 : 0.0025));
     timeline.stopFollowing();
-    if (timeline.zoom(factor, axis.t(Math.max(x, axis.left)))) event.preventDefault(); // else the page scrolls
+    const isZoomed = timeline.zoom(factor, axis.t(Math.max(x, axis.left)));
+    if (isZoomed || isWithKey) event.preventDefault(); // else the page scrolls
     timeline.leave();
   }
 

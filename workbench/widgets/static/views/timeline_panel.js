@@ -9,7 +9,7 @@ import { makePanel } from "./panel.js";
 /** @import { RunModel } from "../model.js" */
 /** @import { Items } from "../timeline/items.js" */
 
-const HOW = "drag to pan, wheel to zoom, drag the axis or an area above to move the cursor";
+const HOW = "drag to pan, Ctrl + wheel to zoom, drag the axis or an area above to move the cursor";
 
 /**
  * @typedef {object} TimelineCalls
