@@ -26,8 +26,32 @@ def through_a_module():
         def forward(self, x):
             return forward(x)
     torch.nn.Sequential(torch.nn.Sequential(Failing()))(torch.zeros(4))
+def caught_by_a_library():
+    torch.nn.Sequential()._checked()
+def runs(library):
+    library(through_a_module)
 def in_a_library():
     torch.nn.Sequential(torch.nn.Linear(5, 3))(torch.zeros(4))
+"""
+
+
+LIBRARY = """
+def _checked(self):
+    try:
+        self.get_submodule("missing")
+    except AttributeError as error:
+        raise ValueError("the library caught this") from error
+"""
+LATER = """
+def run(users):
+    try:
+        users()
+    except RuntimeError as error:
+        failed = error
+    _reports(failed)
+
+def _reports(failed):
+    raise ValueError("given up") from failed
 """
 
 
@@ -40,7 +64,7 @@ def rendered(monkeypatch):
     monkeypatch.setattr(stacks, "user_namespace", lambda: cell)
     exec(compile(CELL, file, "exec"), cell)
 
-    def call(name, *args, mode="Context"):
+    def call(name, *args, mode="Context", depth=0):
         formatter = AutoFormattedTB(mode=mode, theme_name="nocolor")
         cell["get_ipython"] = lambda: types.SimpleNamespace(InteractiveTB=formatter)
         monkeypatch.setattr(tracebacks, "user_namespace", lambda: cell)
@@ -50,7 +74,10 @@ def rendered(monkeypatch):
             cell[name](*args)
         error = caught.value
         before = error.__traceback__, error.__cause__ and error.__cause__.__traceback__
-        text = "\n".join(formatter.structured_traceback(type(error), error, error.__traceback__))
+        below = error.__traceback__
+        for _ in range(2 * depth):  # without the frames of the test and of the cell
+            below = below.tb_next
+        text = "\n".join(formatter.structured_traceback(type(error), error, below))
         assert (error.__traceback__, error.__cause__ and error.__cause__.__traceback__) == before
         return text
 
@@ -84,6 +111,30 @@ def test_causes_of_an_exception_are_folded_too(rendered):
     text = rendered("again")
     assert "The above exception was the direct cause" in text
     assert text.index("RuntimeError") < text.index("my own words")
+
+
+@pytest.mark.parametrize("mode", ["Context", "Plain"])
+def test_a_cause_that_a_library_raised_and_caught_has_no_frames(rendered, monkeypatch, mode):
+    library = {"__name__": "torch.nn.modules.container"}
+    exec(LIBRARY, library)
+    monkeypatch.setattr(torch.nn.Sequential, "_checked", library["_checked"], raising=False)
+    cause, _, text = rendered("caught_by_a_library", mode=mode).partition("direct cause")
+    assert "AttributeError" in cause
+    assert "get_submodule" not in cause
+    assert "the library caught this" in text
+
+
+@pytest.mark.parametrize("mode", ["Context", "Plain"])
+def test_an_error_made_outside_of_the_users_code_shows_the_users_frames_of_its_cause(rendered, monkeypatch, mode):
+    """Such as that of an abort, which a rank raises after the script has ended."""
+    library = {"__name__": "workbench.runtime.made_up"}
+    exec(LATER, library)
+    cause, _, text = rendered("runs", library["run"], mode=mode, depth=1).partition("direct cause")
+    assert "torch.nn.functional.linear(x" in cause
+    assert "_call_impl" not in cause
+    assert "given up" in text
+    assert "_reports" in text
+    assert re.search(r"^\(\d+ frames? of libraries not shown\)$", text, re.M)
 
 
 def test_a_traceback_without_frames_of_the_user_is_shown_whole():

@@ -27,22 +27,29 @@ Render = Callable[..., list[str]]
 
 
 def fold(render: Render) -> Render:
-    """Return a ``render`` that shows only the user's frames, or all frames if there are none of the user's."""
+    """Return a ``render`` that shows only the user's frames.
+
+    Of an exception without any, only the last frame is shown, and all frames if those that led to it have none either.
+    """
 
     def folded(
         etype: type[BaseException],
         evalue: BaseException,
-        etb: TracebackType | None = None,
+        etb: TracebackType | tuple[Any, ...] | None = None,
         tb_offset: int | None = None,
+        *rest: Any,  # noqa: ANN401 - passed on
         **more: Any,  # noqa: ANN401 - passed on
     ) -> list[str]:
+        if isinstance(etb, tuple):  # IPython's plain mode asks so for a chained exception, which is cut already
+            return render(etype, evalue, etb, tb_offset, *rest, **more)
         explain(evalue)
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
-        kept = _kept(frames)
-        if not kept:
-            return render(etype, evalue, etb, tb_offset, **more)
-        with _cut(_before(evalue)):
-            lines = render(etype, evalue, _joined(kept), 0, **more)
+        kept, before = _kept(frames), _before(evalue)
+        if not kept and not any(_kept(_frames(each.__traceback__)) for each in before):
+            return render(etype, evalue, etb, tb_offset, *rest, **more)
+        kept = kept or frames[-1:]
+        with _cut(before):
+            lines = render(etype, evalue, _joined(kept), 0, *rest, **more)
         left_out = _left_out(frames, kept)
         notes = getattr(evalue, "__notes__", ())
         end = next(at for at in reversed(range(len(lines))) if at == 0 or lines[at] not in notes)  # its own line
@@ -90,13 +97,15 @@ def _joined(frames: Sequence[TracebackType]) -> TracebackType | None:
 
 def _left_out(frames: Sequence[TracebackType], kept: Sequence[TracebackType]) -> str:
     """Return how many frames are hidden, and where in a library the exception was raised; empty: all are shown."""
-    num_libraries = sum(is_of_a_library(each.tb_frame) for each in frames)
-    num_users = len(frames) - num_libraries - len(kept)
-    counts = [(num_users, "of your code"), (num_libraries, "of libraries")]
+    others = [each for each in frames if all(each is not one for one in kept)]
+    if not others:
+        return ""
+    num_libraries = sum(is_of_a_library(each.tb_frame) for each in others)
+    counts = [(len(others) - num_libraries, "of your code"), (num_libraries, "of libraries")]
     hidden = " and ".join(f"{count} frame{'s' if count > 1 else ''} {whose}" for count, whose in counts if count)
     last = frames[-1]
     where = f"; raised in {place_in_file(last.tb_frame, last.tb_lineno)}" if last is not kept[-1] else ""
-    return f"({hidden} not shown{where})" if hidden else ""
+    return f"({hidden} not shown{where})"
 
 
 def _before(error: BaseException) -> list[BaseException]:
@@ -115,10 +124,13 @@ def _before(error: BaseException) -> list[BaseException]:
 
 @contextmanager
 def _cut(errors: Sequence[BaseException]) -> Iterator[None]:
-    """Show only the user's frames of ``errors`` within the body, as IPython renders chained exceptions itself."""
+    """Show only the user's frames of ``errors`` within the body, as IPython renders chained exceptions itself.
+
+    One that a library raised and caught has none, and is shown without frames: their sources take seconds to parse.
+    """
     before = [(error, error.__traceback__) for error in errors]
     for error, tb in before:
-        error.__traceback__ = _joined(_kept(_frames(tb))) or tb
+        error.__traceback__ = _joined(_kept(_frames(tb)))
     try:
         yield
     finally:
