@@ -121,6 +121,31 @@ def given_up(shard, event, meeting, unit="1"):
     return first, str(error), after, check(trace_of(*drain()))
 
 
+NUM_CALLS = 200_000  # many seconds
+
+
+def given_up_while_it_runs():
+    """Give up a step that nothing blocks: no socket is shut, and this rank alone would never wait for others."""
+
+    def train_step():
+        for _ in range(NUM_CALLS):
+            torch.distributed.all_reduce(torch.ones(1))
+
+    namespace()["train_step"] = train_step
+
+    def script(channel):
+        channel.until(lambda where: where.doing != "")
+        channel(GiveUp(reason="the user gave up"))
+        channel.until(lambda where: where.doing == "")
+
+    error, _ = beside(script, Step())
+    return str(error)
+
+
+def test_a_running_rank_that_is_given_up_begins_no_further_collective():
+    assert run(1, given_up_while_it_runs) == ["the user gave up"]
+
+
 def restarted(shard):
     ns = prepare(shard)
     first = execute(Step())["losses"]

@@ -73,7 +73,7 @@ class Gate:
         self._waited_ns = 0
         self._tickets: dict[str, JobReply] = {}
         self._names: tuple[int, dict[int, str]] = (-1, {})
-        self.interrupts = Interrupts(self._on_interrupt)
+        self.interrupts = Interrupts(self.check_soon)
         self.event = recorder.event
         self.memory, self.phase, self.late_end = recorder.memory, recorder.phase, recorder.late_end
         self.readers = recorder.readers
@@ -140,6 +140,8 @@ class Gate:
 
     def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
         self.interrupts.check()
+        if kind in _NEEDS_OTHERS and edge is Edge.BEGIN and not self._recorder.is_aside:
+            cancellation.check()  # a rank that has left may have closed its sockets, and gloo would wait for ever
         # c10d's own calls, which belong to no unit, are refused where their group is known
         if self._alone and self._recorder.is_aside and kind in _NEEDS_OTHERS and edge is Edge.BEGIN and unit >= 0:
             raise UsageError(held_eval.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
@@ -305,9 +307,10 @@ class Gate:
             self.event = self._requested
 
     def _is_wanted(self) -> bool:
-        return self._wanted.is_anything or self.interrupts.is_flagged or bool(self._alone)
+        return self._wanted.is_anything or self.interrupts.is_flagged or bool(self._alone) or cancellation.is_set
 
-    def _on_interrupt(self) -> None:
+    def check_soon(self) -> None:
+        """Have the step's thread check whether it must leave: at once if held, else at its next event; never blocks."""
         self.event = self._requested
         self.wake()
 

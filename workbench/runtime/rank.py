@@ -199,7 +199,7 @@ class RankRuntime:
                 answer = self.plan(command)
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
-                self.gate.wake()
+                self.gate.check_soon()
             case Shut(store=store):
                 self.groups.shut(store=store)
             case _:
