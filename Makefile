@@ -30,9 +30,7 @@ OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
   $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/watch
 NEWEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py tests/runtime/test_verified_wrappers.py
-IS_NEWEST = $(filter $(lastword $(OTHER_TORCH)),$*)
-TESTS_OF = $(OTHER_TESTS) $(if $(IS_NEWEST),$(NEWEST_TESTS))
-AS_MUCH = $(if $(IS_NEWEST),, and not thorough)# the oldest does not change: what worked with it does
+TESTS_OF = $(OTHER_TESTS) $(if $(filter $(lastword $(OTHER_TORCH)),$*),$(NEWEST_TESTS))
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once
@@ -57,7 +55,7 @@ help:
 	@echo "make lint         ruff and mypy alone"
 	@echo "make check        lint, types, few examples of every law of traces and views, and whether the engine trains: a minute"
 	@echo "make test         lint, types and tests; the last lines say which were left out for want of a tool, and what brings it;"
-	@echo "                  with CI set all tests: all triples of options, and long scenes in a browser or on several hosts"
+	@echo "                  with CI set also more values of options, and long scenes in a browser or on several hosts"
 	@echo "make test-torch   what depends on torch's version with torch $(OTHER_TORCH), each in an environment of its own"
 	@echo "make coverage     all tests again, and which lines and branches of workbench/ they run (twice the time)"
 	@echo "make mutants FILE=...   which small changes of a file of workbench/ its tests do not notice"
@@ -98,7 +96,7 @@ test: lint
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
-	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) -m "not exhaustive$(AS_MUCH)" --hypothesis-profile=few $(TESTS_OF)
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) -m "not exhaustive and not thorough" --hypothesis-profile=few $(TESTS_OF)
 
 mutants: $(VENV)/installed-mutants
 	@$(BIN)/python -m tests.helpers.mutants $(FILE)

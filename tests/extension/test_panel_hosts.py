@@ -9,7 +9,7 @@ from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
 from tests.helpers.ipp_engines import engines_on
 from tests.helpers.jupyterlab import jupyterlab, open_notebook
-from tests.helpers.notebook_model import CELL
+from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, dashboard, headline, panel, run, section, shot, status_bar, tool
 from tests.integration import test_hosts_attached
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 network = test_hosts_attached.network
 
-CELLS = [f"%%fsdp{CELL}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
+CELLS = [f"%%fsdp{CELL}{UNHURRIED}", "%fsdp shard model --wrap Block", "%fsdp step 1000000 --background"]
 
 
 @pytest.fixture(scope="module")

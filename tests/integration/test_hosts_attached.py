@@ -4,7 +4,7 @@ import psutil
 import pytest
 
 from tests.helpers.ipp_engines import engines_on
-from tests.helpers.notebook_model import CELL
+from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.waiting import wait_until
 from tests.integration import test_hosts
 from workbench.cluster import Cluster
@@ -36,7 +36,7 @@ def running(network):
 def bench(running):
     """Six ranks in the middle of many steps."""
     with Workbench.attach(file=running.file, device="cpu") as bench:
-        bench.run_cell(CELL)
+        bench.run_cell(CELL + UNHURRIED)
         bench.shard("model", wrap="Block")
         bench.step(100_000, background=True)
         wait_until(lambda: bench.pulse().trace.num_rows > 1000)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.test_shared_memory import holders
 from tests.helpers import network_hosts
-from tests.helpers.notebook_model import CELL
+from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.integration import test_hosts
 from workbench.cluster import ssh_launch
@@ -55,7 +55,7 @@ def bench(network, one_each):
     """One rank on each host, in the middle of many steps."""
     bench = Workbench(len(network.names), device="cpu", profile="hosts", engines="ssh")
     test_hosts.start(bench)
-    bench.run_cell(CELL)
+    bench.run_cell(CELL + UNHURRIED)
     bench.shard("model", wrap="Block")
     bench.step(100_000, background=True)
     wait_until(lambda: bench.pulse().trace.num_rows > 1000)

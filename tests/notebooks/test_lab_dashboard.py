@@ -342,7 +342,9 @@ def zoom_out_until(lab, what):
     box = show(lab).locator(".fw-timeline canvas").bounding_box()
     lab.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 60)
     for _ in range(30):
-        lab.page.mouse.wheel(0, 240)
+        lab.page.keyboard.down("Control")
+        lab.page.mouse.wheel(0, 60)
+        lab.page.keyboard.up("Control")
         if settles(lab, f"d.{what}"):
             return
     raise AssertionError(get(lab, "[d.timeline.view, d.closeup.found?.isExact, d.memory.hint.textContent]"))
