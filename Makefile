@@ -96,7 +96,7 @@ test: lint
 test-torch: $(OTHER_TORCH:%=test-torch-%)
 
 test-torch-%: .venv-torch-%/installed
-	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) -m "not exhaustive and not thorough" --hypothesis-profile=few $(TESTS_OF)
+	.venv-torch-$*/bin/python -m pytest $(COLOUR) $(SPREAD) --hypothesis-profile=few $(TESTS_OF)
 
 mutants: $(VENV)/installed-mutants
 	@$(BIN)/python -m tests.helpers.mutants $(FILE)

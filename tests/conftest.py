@@ -12,14 +12,14 @@ from tests.helpers import browser, ci_halves, leaks, network_hosts, tools
 from tests.helpers.cpu_time import CpuTime
 from workbench.cluster.zygote_cache import KEEPER
 
-# no deadlines, as machines are shared; CI is deterministic
+# no deadlines, as machines are shared; CI uses more examples, and is deterministic
 IN_CI = "CI" in os.environ
 settings.register_profile(
     "laws",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=IN_CI,
-    max_examples=30,
+    max_examples=50 if IN_CI else 30,
 )
 settings.register_profile("few", settings.get_profile("laws"), max_examples=5)  # for `make check`
 settings.register_profile("unshrunk", settings.get_profile("laws"), phases=[Phase.explicit, Phase.generate])  # mutants

@@ -63,7 +63,7 @@ def _additional(size: int, lengths: Sequence[int], chosen: Sequence[Numbers]) ->
         made = dict(next(iter(missing)))
         for axis, length in enumerate(lengths):
             if axis not in made:
-                made[axis] = max(range(length), key=partial(_gain, axis, made, size, missing, tuple(rows)))
+                made[axis] = max(range(length), key=partial(_gain, axis, made, size, missing, rows))
         covered_by(tuple(made[axis] for axis in range(len(lengths))))
     return rows[len(chosen) :]
 
@@ -79,12 +79,12 @@ def _gain(
 
 def rows_of(part: str, *axes: Sequence[Any]) -> list[Row]:
     """Return some rows of the cross product, in its order: ``pairs``, or those that ``triples`` need in addition."""
-    lengths = [range(len(axis)) for axis in axes]
-    pairs = set(covering(2, *lengths))
-    chosen = pairs if part == "pairs" else {*covering(3, *lengths)} - pairs
+    numbers = [range(len(axis)) for axis in axes]
+    pairs = set(covering(2, *numbers))
+    chosen = pairs if part == "pairs" else {*covering(3, *numbers)} - pairs
     return [
         tuple(axis[value] for axis, value in zip(axes, row, strict=True))
-        for row in itertools.product(*lengths)
+        for row in itertools.product(*numbers)
         if row in chosen
     ]
 

@@ -27,27 +27,21 @@ from workbench.trace import check, load, steps
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
 OF_MANY_RANKS = ("02_inside_a_step", "03_collectives", "05_who_holds_what", "11_hybrid_and_tensor_parallel")
-"""The notebooks whose story changes with the number of ranks, and one that stops them; all take 15 minutes of CPU."""
+"""The notebooks whose story changes with the number of ranks, and one that stops them."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.thorough)], ids=lambda n: f"{n} ranks")
-def num_ranks(request):
-    """The number of ranks of the notebooks."""
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def kernel(num_ranks, tmp_path_factory):
-    """A kernel in a folder with the recordings of the notebooks."""
+def kernel(request, tmp_path_factory):
+    """A kernel in a folder with the recordings of the notebooks, whose ranks are as many as the parameter says."""
     folder = tmp_path_factory.mktemp("course")
     for recording in FOLDER.glob("*.trace"):
         shutil.copy(recording, folder)
-    own = {"WORKBENCH_RANKS": str(num_ranks), "WORKBENCH_UNATTENDED": "1"}
+    own = {"WORKBENCH_RANKS": str(request.param), "WORKBENCH_UNATTENDED": "1"}
     warm = WarmKernel(folder, os.environ | own)
     try:
-        warm.warm(num_ranks)
+        warm.warm(request.param)
         yield warm
     finally:
         warm.end()
@@ -80,14 +74,22 @@ def test_it_asks_for_a_prediction(path):
     assert code.count("predict(") == code.count(".reveal(")
 
 
-# test_inside.py runs its notebook on 2 ranks
+def _marks(path, num_ranks):
+    if num_ranks == 2:  # test_inside.py runs its notebook on 2 ranks
+        return pytest.mark.thorough if path == INSIDE else ()
+    return pytest.mark.thorough if path.stem in OF_MANY_RANKS else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.thorough if path == INSIDE else ()) for path in NOTEBOOKS],
+    ("kernel", "path"),
+    [
+        pytest.param(num_ranks, path, id=f"{num_ranks} ranks-{path.stem}", marks=_marks(path, num_ranks))
+        for num_ranks in (2, 4)
+        for path in NOTEBOOKS
+    ],
+    indirect=["kernel"],
 )
-def test_it_runs_and_only_solutions_pass(path, kernel, num_ranks):
-    if num_ranks > 2 and "CI" in os.environ and path.stem not in OF_MANY_RANKS:
-        pytest.skip("in CI on 2 ranks alone, as it takes minutes")
+def test_it_runs_and_only_solutions_pass(path, kernel):
     assert_only_solutions_pass(kernel.run(solved(nbformat.read(path, as_version=4), solutions(path))))
 
 

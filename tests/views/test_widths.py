@@ -176,12 +176,12 @@ def figures_at(width, widths):
     return {name: figure for name, figure in figures().items() if name in views or name not in every}
 
 
-def complaints_of(page, width, found):
+def complaints_of(page, width, found, least=LEAST):
     """Return what is wrong with figures at a width."""
     return [
         f"{name}: {complaint}"
         for name, figure in found.items()
-        for complaint in complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]]))
+        for complaint in complaints(page.evaluate(_DRAW, [json.loads(figure.to_json()), [width]]), least)
     ]
 
 
@@ -197,11 +197,8 @@ def test_no_view_of_any_trace_overlaps_in_a_narrow_window(page):
 
 @pytest.mark.parametrize("width", quick(TALK_WIDTHS, (600,)))
 def test_a_figure_for_a_projector_is_readable_as_well(page, width):
-    found = []
-    for name, figure in figures_at(width, TALK_WIDTHS).items():
-        measured = page.evaluate(_DRAW, [json.loads(for_talk(figure).to_json()), [width]])
-        found += [f"{name}: {complaint}" for complaint in complaints(measured, LEAST * SCALE)]
-    assert found == []
+    found = {name: for_talk(figure) for name, figure in figures_at(width, TALK_WIDTHS).items()}
+    assert complaints_of(page, width, found, LEAST * SCALE) == []
 
 
 @pytest.mark.parametrize("width", [320, 400, 500, 517])

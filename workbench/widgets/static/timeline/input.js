@@ -104,7 +104,7 @@ export class TimelineInput {
       return;
     }
     const isWithKey = event.ctrlKey || event.metaKey; // a pinch is a wheel with Ctrl
-    if (!isWithKey && document.activeElement !== this.canvas) return; // somebody scrolls past in the page
+    if (!isWithKey && document.activeElement !== this.canvas) return; // the page scrolls
     const factor = Math.exp(Math.max(Math.min(pixels, 240), -240) * (isWithKey ? 0.01 : 0.0025));
     timeline.stopFollowing();
     const isZoomed = timeline.zoom(factor, axis.t(Math.max(x, axis.left)));
