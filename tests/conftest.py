@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.helpers import browser, ci_halves, leaks, network_hosts, tools
+from tests.helpers import browser, ci_parts, leaks, network_hosts, tools
 from tests.helpers.cpu_time import CpuTime
 from workbench.cluster.zygote_cache import KEEPER
 
@@ -50,8 +50,8 @@ def pytest_configure():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     tools.leave_out(item)
-    if item.get_closest_marker("exhaustive") and ci_halves.leaves_out(item.path, ci_halves.current_commit()):
-        pytest.skip(ci_halves.WHY)
+    if ci_parts.leaves_out(item, ci_parts.current_commit()):
+        pytest.skip(ci_parts.WHY)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -26,9 +26,6 @@ from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]
 
-OF_MANY_RANKS = ("02_inside_a_step", "03_collectives", "05_who_holds_what", "11_hybrid_and_tensor_parallel")
-"""The notebooks whose story changes with the number of ranks, and one that stops them."""
-
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -77,7 +74,7 @@ def test_it_asks_for_a_prediction(path):
 def _marks(path, num_ranks):
     if num_ranks == 2:  # test_inside.py runs its notebook on 2 ranks
         return pytest.mark.thorough if path == INSIDE else ()
-    return pytest.mark.thorough if path.stem in OF_MANY_RANKS else pytest.mark.exhaustive
+    return pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
