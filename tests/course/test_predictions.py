@@ -202,6 +202,13 @@ def test_outside_a_notebook_everything_is_text(capsys):
     ]
 
 
+def test_shown_again_it_says_how_to_lock_it_and_then_what_is_locked():
+    guess = ask()
+    assert repr(guess) == "Predict: How many <b>? (in calls)\nLock it with: guess.lock(NUMBER)"
+    guess.lock(9)
+    assert repr(guess) == "Predict: How many <b>?\nlocked: 9 calls"
+
+
 def widget_of(monkeypatch):
     """Return a prediction's field, button and note."""
     made = {}

@@ -107,6 +107,14 @@ class Prediction:
         self._answer: Answer | None = None
         self._handle: Any = None
 
+    def __repr__(self) -> str:
+        question = f"Predict: {self.question}"
+        if self._answer is not None:
+            return f"{question}\nlocked: {_with_unit(self._answer, self.unit)}"
+        example = repr(self.choices[0]) if self.choices else "NUMBER"
+        answers = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
+        return f"{question}{answers}\nLock it with: {self._variable}.lock({example})"
+
     @property
     def answer(self) -> Answer | None:
         """The locked answer; None while there is none."""
@@ -127,7 +135,7 @@ class Prediction:
                 "run the cell with predict(...) again"
             )
         self._answer = self._checked(answer)
-        self._show(self._locked_text())
+        self._show()
 
     def _checked(self, answer: Answer) -> Answer:
         if self.choices:
@@ -169,15 +177,10 @@ class Prediction:
 
     def _ask(self) -> None:
         """Show the question, with a field to type into if the notebook can show one and a reader is there."""
-        example = repr(self.choices[0]) if self.choices else "NUMBER"
-        choices = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
-        text = f"Predict: {self.question}{choices}\nLock it with: {self._variable}.lock({example})"
-        self._show(text, {} if os.environ.get(UNATTENDED) else self._widget())
+        self._show({} if os.environ.get(UNATTENDED) else self._widget())
 
-    def _locked_text(self) -> str:
-        return f"Predict: {self.question}\nlocked: {_with_unit(self._answer, self.unit)}"
-
-    def _show(self, text: str, widget: dict[str, Any] | None = None) -> None:
+    def _show(self, widget: dict[str, Any] | None = None) -> None:
+        text = repr(self)
         if not in_notebook():
             sys.stdout.write(f"{text}\n")
             return
