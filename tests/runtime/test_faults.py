@@ -178,7 +178,7 @@ def gathers_too_early(unit, prefetch):
 
     def order():
         execute(Step(count=1))
-        return _gathered(rank_module._this_rank().recorder)
+        return _gathered(rank_module._this_rank())
 
     before = order()
     execute(InjectFault("wrong-order", rank=1, unit=unit))
@@ -204,6 +204,24 @@ def gathered_first():
 def test_the_unit_that_runs_first_is_gathered_first_whatever_is_defined_first():
     for message in run(2, gathered_first):
         assert message.endswith(": 2 is gathered first anyway; name another: --unit UNIT")
+
+
+def gathered_first_after_a_fault():
+    prepare("torch")
+    execute(Step(count=1))
+    execute(InjectFault("wrong-order", rank=1, unit="2"))
+    execute(Step(count=1))
+    execute(InjectFault("off"))
+    refused, injected = refusal("wrong-order", unit="0"), execute(InjectFault("wrong-order", seed=2))
+    return refused, (injected["rank"], injected["unit"])
+
+
+def test_which_unit_is_gathered_first_is_not_read_off_steps_with_a_fault():
+    """Each rank would otherwise find another one, and inject another fault."""
+    here, there = run(2, gathered_first_after_a_fault)
+    assert here == there
+    message, _ = here
+    assert ": 0 is gathered first anyway" in message
 
 
 # ---- what is refused, and what is drawn

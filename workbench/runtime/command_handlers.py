@@ -24,14 +24,21 @@ class ActiveFault:
     Attributes:
         reply: what it is.
         held: what removes it when it closes.
+        first_step: the first step that has it.
     """
 
     reply: FaultReply
     held: ExitStack
+    first_step: int
 
 
 class RankContext(Protocol):
-    """The parts of a rank that a command may need."""
+    """The parts of a rank that a command may need.
+
+    Attributes:
+        fault: the fault that is on.
+        faulty_steps: the steps taken while faults were on that have been removed.
+    """
 
     groups: ProcessGroups
     recorder: Recorder
@@ -39,6 +46,7 @@ class RankContext(Protocol):
     scripts: ScriptRunner
     watch: Watch
     fault: ActiveFault | None
+    faulty_steps: set[int]
 
     def account_optimizers(self) -> None:
         """Record the current bytes of optimizer state."""

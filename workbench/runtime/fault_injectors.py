@@ -35,7 +35,7 @@ from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.lint_rules import parts_of
 from workbench.runtime.lint_target import LintTarget, LintUnit
 from workbench.runtime.namespace import optimizers_of, user_namespace
-from workbench.runtime.recorder import Recorder
+from workbench.runtime.recorder import NO_STEP
 from workbench.runtime.trainer import find_step_function
 from workbench.watch import _torch_private
 
@@ -153,17 +153,23 @@ def _has_distributed_loader(scene: FaultScene) -> None:
         raise scene.fails("there is no DataLoader with a DistributedSampler among the variables")
 
 
-def _gathered(recorder: Recorder) -> list[int]:
-    """Return the units in the order in which the newest step gathered them; empty without one."""
-    rows = recorder.newest(_NEWEST)
-    rows = rows[(rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN) & (rows["step"] >= 0)]
-    found: list[int] = rows["unit"][rows["step"] == rows["step"].max(initial=0)].tolist()
+def _gathered(rank: RankContext) -> list[int]:
+    """Return the units in the order in which the newest step that ended, without a fault, gathered them.
+
+    Steps with a fault do not count: the rank that had it may have gathered in another order than the others, and all
+    ranks have to find the same one. Empty without such a step.
+    """
+    rows = rank.recorder.newest(_NEWEST)
+    ended = rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)].tolist()
+    newest = max(set(ended) - rank.faulty_steps, default=NO_STEP)
+    gathers = (rows["kind"] == Kind.ALL_GATHER) & (rows["edge"] == Edge.BEGIN) & (rows["step"] == newest)
+    found: list[int] = rows["unit"][gathers].tolist() if newest != NO_STEP else []
     return found
 
 
 def _is_not_first(scene: FaultScene) -> None:
     inner = {unit.info.index: unit for unit in scene.target.sharded if unit.modules and unit.info.name}
-    first = next((index for index in _gathered(scene.rank.recorder) if index in inner), next(iter(inner), None))
+    first = next((index for index in _gathered(scene.rank) if index in inner), next(iter(inner), None))
     if scene.unit.info.index not in inner or scene.unit.info.index == first:
         raise scene.fails(f"{unit_words(scene.unit.info.name)} is gathered first anyway; name another: --unit UNIT")
 

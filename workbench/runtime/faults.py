@@ -56,7 +56,7 @@ def fault(command: InjectFault, rank: RankContext) -> FaultReply:
             is_on=True,
             is_hidden=command.name == RANDOM,
         )
-        rank.fault = ActiveFault(reply, held.pop_all())
+        rank.fault = ActiveFault(reply, held.pop_all(), rank.recorder.next_step)
     return reply
 
 
@@ -66,6 +66,7 @@ def remove(rank: RankContext) -> FaultReply | None:
         return None
     active, rank.fault = rank.fault, None
     active.held.close()
+    rank.faulty_steps.update(range(active.first_step, rank.recorder.next_step))
     kind = KINDS[active.reply.name]
     restored = "parameters and optimizer state are those from before the fault"
     notes = [*([restored] if kind.spoils else []), *([kind.lasting] if kind.lasting else [])]

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -84,6 +84,7 @@ class RankRuntime:
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
+        faulty_steps: the steps taken while faults were on that have been removed.
     """
 
     groups: ProcessGroups
@@ -97,6 +98,7 @@ class RankRuntime:
     doing: str = ""
     commands: int = 0
     fault: ActiveFault | None = None
+    faulty_steps: set[int] = field(default_factory=set)
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
