@@ -11,6 +11,7 @@ from workbench.replay.arrivals import LATE
 from workbench.replay.paused_time import without_holds
 from workbench.replay.spans import total_ns
 from workbench.replay.step_parts import (
+    FEW_STEPS,
     MAX_STEPS,
     MIN_STEPS,
     PARTS,
@@ -265,7 +266,7 @@ def test_the_thresholds_of_a_slow_rank():
     assert judged([[20 * MS, 90 * MS, 6 * MS, 90 * MS, 12 * MS, 30 * MS], [0] * 6]) is None  # not steadily
 
 
-@pytest.mark.parametrize("num_steps", [MIN_STEPS, MAX_STEPS])
+@pytest.mark.parametrize("num_steps", [MIN_STEPS, FEW_STEPS, MAX_STEPS])
 def test_noise_that_hits_ranks_in_turns_names_none(num_steps):
     """Heavy noise: in a third of the steps, some rank is late by more than 10 % of it."""
     random = np.random.default_rng(0)
@@ -274,6 +275,19 @@ def test_noise_that_hits_ranks_in_turns_names_none(num_steps):
         net = random.normal(0, 10 * MS, num_steps)
         named += judged([np.maximum(net, 0).astype(np.int64), np.maximum(-net, 0).astype(np.int64)]) is not None
     assert named == 0
+
+
+def test_more_steps_show_a_slow_rank_that_noise_hides_in_few():
+    random = np.random.default_rng(0)
+    named = {FEW_STEPS: 0, MAX_STEPS: 0}
+    for _ in range(100):
+        net = random.normal(20 * MS, 10 * MS, MAX_STEPS)
+        for num_steps in named:
+            of_rank = net[-num_steps:]
+            late = [np.maximum(of_rank, 0).astype(np.int64), np.maximum(-of_rank, 0).astype(np.int64)]
+            named[num_steps] += judged(late) is not None
+    assert named[FEW_STEPS] < 70
+    assert named[MAX_STEPS] > 80
 
 
 def test_the_first_step_and_steps_with_a_hold_do_not_decide():

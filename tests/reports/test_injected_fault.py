@@ -19,7 +19,7 @@ def report(**changes):
 def test_a_fault_that_is_on_says_what_names_it():
     assert str(report()).splitlines() == [
         "fault straggler is on: rank 1 sleeps 200 ms in every forward of unit blocks.0",
-        "  named by   %fsdp explain step, after %fsdp step 8",
+        "  named by   %fsdp explain step, after %fsdp step 16",
         "  remove it  %fsdp fault off",
     ]
 
@@ -42,7 +42,7 @@ def test_the_list_has_a_sentence_for_each_fault():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("straggler", "%fsdp explain step, after %fsdp step 8"),
+        ("straggler", "%fsdp explain step, after %fsdp step 16"),
         ("skip-collective", "%fsdp where, after %fsdp step --background"),
         ("wrong-scale", "%fsdp verify"),
         ("oom", "the error of %fsdp step"),

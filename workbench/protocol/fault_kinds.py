@@ -55,7 +55,7 @@ KINDS = _kinds(
         about="rank {rank} sleeps {ms} ms in every forward of unit {unit}",
         shown_by="explain step",
         rules=("slow-rank",),
-        steps=8,
+        steps=16,
     ),
     FaultKind(
         name="skip-collective",

@@ -36,14 +36,17 @@ from workbench.trace.schema import Header, Rows
 MIN_STEPS = 5
 """Steps that a verdict on a slow rank needs: fewer are too few to tell it from noise."""
 
-MAX_STEPS = 8
-"""Steps that a verdict looks at: the newest."""
+MAX_STEPS = 16
+"""Steps that a verdict looks at: the newest, if it is not found in the newest :data:`FEW_STEPS` of them."""
 
-STEADY = 7 / 8
-"""Fraction of these steps in which a slow rank must be late: all, or all but one of eight."""
+FEW_STEPS = 8
+"""Steps that show a slow rank if little else slows ranks, so that one is named soon after it became slow."""
 
-CLEAR = 3
-"""The median lateness of a slow rank is more than this many times the median deviation from it."""
+CLEAR = 8.5
+"""The median lateness of a slow rank in n steps is more than this many times the median deviation from it, by sqrt(n).
+
+It is 4.6 standard errors of the median of normal noise (1.2533 * 1.4826 / sqrt(n) median deviations each).
+"""
 
 LEAST_NS = 1_000_000
 """A rank that is less late than this is not slow, however short the step."""
@@ -393,9 +396,10 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
 
     A rank's *lateness* in a step is the longest time that another rank waits for it, less the time that it waits for
     others itself: a rank that is late only because it waited for another one has none. A rank is slow if the median of
-    its lateness is more than :data:`~workbench.replay.arrivals.LATE` of the median step, more than the clock error and
-    :data:`LEAST_NS`, and more than :data:`CLEAR` times the median deviation from it; and if it is so late in nearly all
-    of the steps (:data:`STEADY`). Noise hits ranks in turns, and so fails the last two.
+    its lateness is more than a bound, the largest of :data:`~workbench.replay.arrivals.LATE` of the median step, the
+    clock error and :data:`LEAST_NS`; if it is more than noise explains (:data:`CLEAR`); and if the rank is later than
+    the bound in n / 2 + sqrt(n) of n steps, two standard deviations more than a coin would say. Noise hits ranks in
+    turns, and so fails the last two.
 
     Args:
         parts: of each rank.
@@ -404,6 +408,11 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     """
     if len(steps) < MIN_STEPS or len(parts) < 2:
         return None
+    few = _slow_rank(parts, steps[-FEW_STEPS:], error_ns)
+    return few if few is not None or len(steps) <= FEW_STEPS else _slow_rank(parts, steps, error_ns)
+
+
+def _slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: int) -> SlowRank | None:
     rows = {rank: np.searchsorted(each.step, steps) for rank, each in parts.items()}
     waited = np.stack([each.late_ns[rows[rank]] for rank, each in parts.items()])  # [R, S, R]: who waited, for whom
     late = waited.max(axis=0).T - waited.sum(axis=2)  # [R, S]
@@ -411,9 +420,9 @@ def slow_rank(parts: Mapping[int, StepParts], steps: tuple[int, ...], error_ns: 
     median = np.median(late, axis=1)
     worst = int(np.argmax(median))
     least = max(LATE * step_ns, error_ns, LEAST_NS)
-    spread = float(np.median(np.abs(late[worst] - median[worst])))
-    is_steady = (late[worst] > least).mean() >= STEADY
-    if median[worst] <= max(least, CLEAR * spread) or not is_steady:
+    deviation = float(np.median(np.abs(late[worst] - median[worst])))
+    is_steady = (late[worst] > least).sum() >= len(steps) / 2 + len(steps) ** 0.5
+    if median[worst] <= max(least, CLEAR * deviation / len(steps) ** 0.5) or not is_steady:
         return None
     rank = list(parts)[worst]
     part, own, others = _slower_in(parts, rows, rank)

@@ -10,6 +10,8 @@ from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
 from workbench.reports.results import Report, says
 from workbench.views.theme import plural
 
+_TIMED_STEPS = max(kind.steps for kind in KINDS.values() if kind.shown_by.startswith("explain"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class InjectReport(Report):
@@ -43,7 +45,7 @@ class InjectReport(Report):
         if not self.is_on:
             return [("note", note) for note in self.notes]
         named = (
-            "%fsdp lint, verify, where and, after %fsdp step 8, explain step"
+            f"%fsdp lint, verify, where and, after %fsdp step {_TIMED_STEPS}, explain step"
             if not self.words
             else instrument_words(KINDS[self.name])
         )
