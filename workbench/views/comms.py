@@ -25,7 +25,7 @@ from workbench.trace.step_names import step_name
 from workbench.views import theme
 from workbench.views.responsive import SIDE, on_pages
 from workbench.views.unit_selection import meant
-from workbench.views.window import Window, window
+from workbench.views.window import window
 
 MAX_UNFOLDED = 24
 """Rows drawn one by one; with more, units that differ only in a number share a row."""
@@ -131,13 +131,15 @@ def comparisons(trace: Trace, step: int | None) -> tuple[int, tuple[Comparison, 
         UsageError: the trace has nothing of ``step``.
     """
     chosen = window(trace, step, 2 if step is None else 1)
-    part, _ = chosen.shown(trace)
-    shown, rows = chosen.last, compare(part, chosen.last)
+    drawn = chosen.drawn(trace)
+    part, shown = drawn.host_trace, chosen.last
+    rows = compare(part, shown)
     for earlier in range(chosen.last - 1, chosen.first - 1, -1):
         before = () if any(row.expected for row in rows) else compare(part, earlier)
         if any(row.expected for row in before):
             shown, rows = earlier, before
-    drawn = Window(first=chosen.first, last=shown).drawn(trace)
+    if drawn.clock is ClockSource.DEVICE and shown != chosen.last:
+        drawn = replace(chosen, last=shown).drawn(trace)
     if drawn.clock is ClockSource.DEVICE and drawn.is_whole:
         return shown, compare(drawn.trace, shown), ClockSource.DEVICE
     return shown, rows, ClockSource.ENQUEUED if trace.header.is_enqueued else ClockSource.HOST

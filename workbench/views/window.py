@@ -40,6 +40,11 @@ class DrawnSteps:
     host: Mapping[int, RankTrace] = field(default_factory=dict)
     copies: Mapping[int, Rows] = field(default_factory=dict)
 
+    @property
+    def host_trace(self) -> Trace:
+        """The ranks' rows with the host's times."""
+        return Trace(self.trace.header, tuple(self.host.values())) if self.host else self.trace
+
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
