@@ -1,8 +1,9 @@
 """CI ends after 90 minutes, and machines differ threefold in speed: each commit runs a part of the marked tests.
 
-Those of ``make test`` always run. Of the tests marked ``exhaustive``, rows that do not need each other, each commit
-runs one in :data:`PARTS`; of the tests marked ``thorough``, which share browsers and clusters, those of one file in
-:data:`PARTS`. The commit's hash says which, so that a run can be repeated. Without CI set, all run.
+Those of ``make test`` always run. Of the tests marked ``exhaustive`` or ``thorough``, each commit runs those of one file
+in :data:`PARTS`, as tests of a file may follow each other on one page. Rows marked ``exhaustive(alone=True)`` do not:
+each commit runs one row in :data:`PARTS`. The commit's hash says which, so that a run can be repeated. Without CI set,
+all run.
 """
 
 import functools
@@ -14,16 +15,16 @@ import pytest
 
 PARTS = 4
 WHY = (
-    f"CI runs one in {PARTS} of the tests marked exhaustive, and of the files with tests marked thorough, by the "
-    "commit's hash; all run with -m '' and CI not set"
+    f"CI runs the tests marked exhaustive or thorough of one file in {PARTS}, by the commit's hash; all run with -m '' "
+    "and CI not set"
 )
 
 
 def leaves_out(item: pytest.Item, commit: str) -> bool:
     """Return whether CI leaves out a test at ``commit``; empty: it is unknown, and all tests run."""
-    if item.get_closest_marker("exhaustive"):
-        return _is_of_another_part(item.nodeid, commit)
-    return item.get_closest_marker("thorough") is not None and _is_of_another_part(item.path.name, commit)
+    marks = [mark for name in ("exhaustive", "thorough") if (mark := item.get_closest_marker(name))]
+    is_alone = any(mark.kwargs.get("alone", False) for mark in marks)
+    return bool(marks) and _is_of_another_part(item.nodeid if is_alone else item.path.name, commit)
 
 
 def _is_of_another_part(name: str, commit: str) -> bool:
