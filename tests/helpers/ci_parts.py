@@ -1,9 +1,9 @@
 """CI ends after 90 minutes, and machines differ threefold in speed: each commit runs a part of the marked tests.
 
-Those of ``make test`` always run. Of the tests marked ``exhaustive`` or ``thorough``, each commit runs those of one file
-in :data:`PARTS`, as tests of a file may follow each other on one page. Rows marked ``exhaustive(alone=True)`` do not:
-each commit runs one row in :data:`PARTS`. The commit's hash says which, so that a run can be repeated. Without CI set,
-all run.
+Those of ``make test`` always run. Of the tests marked ``exhaustive`` or ``thorough``, each commit runs those of one
+file in :data:`PARTS`, as tests of a file may follow each other on one page. Rows marked ``exhaustive(alone=True)`` do
+not: each commit runs one row in :data:`PARTS`. The commit's hash says which, so that a run can be repeated. Without CI
+set, all run.
 """
 
 import functools
