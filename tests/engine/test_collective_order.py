@@ -430,6 +430,58 @@ def test_a_lost_store_is_a_failure():
     board.take_down()  # its keys died with the store
 
 
+class Ending(Memory):
+    """A store whose host ends: after ``num_left`` more operations it is gone; None: it stays."""
+
+    num_left: int | None = None
+
+    def _done(self):
+        if self.num_left == 0:
+            raise dist.DistNetworkError("Broken pipe")
+        self.num_left = None if self.num_left is None else self.num_left - 1
+
+    def __getattribute__(self, name):
+        if name in {"check", "set", "get", "add", "delete_key"}:
+            self._done()
+        return super().__getattribute__(name)
+
+
+def late(first: list[Collective]) -> tuple[OrderCheck, Ending]:
+    """Return the check of rank 1, whose peer has issued ``first``, and their store."""
+    store = Ending()
+    store.values = {"note/0": "[]", "met": 1, "left": 0, "question": "[]"}
+    checks = [OrderCheck(Board(store, rank, 2), (0, 1), rank, is_part=False) for rank in (0, 1)]
+    checks[1]._board.meet()
+    for serial, collective in enumerate(first):
+        checks[0]._board.ask(collective_order.BoardEntry(serial, (0, serial), collective))
+    return checks[1], store
+
+
+def test_a_rank_that_is_late_in_the_last_step_ends_it_without_the_store():
+    for num_left in (0, 1):  # gone before the vote for the end, and after it
+        check, store = late([A, END] if num_left else [A])
+        check.before(A)
+        check.look()
+        store.num_left = num_left
+        check.end_iteration()
+        assert check._tree.place == (1, 0)
+        check.look()
+        with pytest.raises(CollectiveFailed, match="cannot reach the ranks' store"):
+            check.before(B)
+
+
+def test_a_late_rank_reads_no_tally_twice_and_says_in_what_it_differs():
+    check, store = late([])
+    check._board._add("same/0", collective_order._vote("text"))
+    check._board.ask(collective_order.BoardEntry(0, (0, 0), A))
+    store.num_left = 2  # its two votes
+    assert check.compare(A, "text") == ["text", "text"]
+    check, store = late([A])
+    store.num_left = 1
+    with pytest.raises(RanksDisagreeError, match=r"rank 1 all-gather of unit b \(64 bytes\); rank 0 did not answer"):
+        check.before(B)
+
+
 def test_a_dispute_older_than_the_record_is_still_reported():
     store = Memory()
     lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)

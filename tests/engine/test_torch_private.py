@@ -69,6 +69,7 @@ from workbench.engine._torch import (
     premultiplied_sum,
     put_parameter,
     queue_backward_final_callback,
+    root_mesh,
     set_composed,
     set_local,
     set_own_parameter,
@@ -275,6 +276,7 @@ def strided() -> list[object]:
     joined = joined_mesh(dp, tp)
     assert (joined.mesh_dim_names, tuple(joined.shape)) == (("dp", "tp"), (2, 2))
     assert torch.equal(joined.mesh, world.mesh)
+    assert root_mesh(dp) == root_mesh(world) == world
     outer = strided_shard(0, shards_along(spec_of(inner), 0))
     assert outer.is_shard(0) or outer != Shard(0)
     made = dtensor_of(mine, make_spec(joined, (outer, Shard(0)), full))

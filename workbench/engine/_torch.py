@@ -109,6 +109,11 @@ def flattened_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` is a slice of; itself if it is none."""
+    return mesh._get_root_mesh()
+
+
 def joined_mesh(*meshes: DeviceMesh) -> DeviceMesh:
     """Return a mesh of the axes of all ``meshes``, which must be named and come from one mesh.
 

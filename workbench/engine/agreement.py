@@ -156,7 +156,7 @@ class Agreement:
         every = (own.params, own.grads, own.held, own.states, own.given)
         rows = dict(zip(_CURES, every, strict=True))
         text = json.dumps([refusal, self._has_all, {} if error else rows])
-        texts = [text] if self._group is None else self._group.compare(self._collective, text)
+        texts = self.texts(text)
         if len(set(texts)) > 1 and self._group is not None:
             difference = self._difference([json.loads(each) for each in texts], self._group.ranks)
             if difference:
@@ -194,6 +194,10 @@ class Agreement:
             self._group.end_iteration()
         spread = highest[:count] + highest[count:-1]  # highest minus lowest code of all ranks
         return not (bool(highest[-1]) or bool((spread > 0).any()))
+
+    def texts(self, own: str) -> list[str]:
+        """Return the text of each rank, in the order of ranks; collective. Ranks send texts only if they differ."""
+        return [own] if self._group is None else self._group.compare(self._collective, own)
 
     @property
     def _collective(self) -> Collective:

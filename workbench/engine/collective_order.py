@@ -362,9 +362,13 @@ def _note_of(text: str) -> BoardEntry | None:
     return BoardEntry.of(fields) if fields else None
 
 
-def _lost(error: RuntimeError) -> CollectiveFailed:
+class StoreLost(CollectiveFailed):
+    """The process that hosts the ranks' store has ended."""
+
+
+def _lost(error: RuntimeError) -> StoreLost:
     cancellation.check_after_failure()
-    return CollectiveFailed(
+    return StoreLost(
         f"cannot reach the ranks' store: {str(error).splitlines()[0]}; the process that hosts it, usually rank 0, "
         "has ended"
     )
@@ -418,10 +422,10 @@ class OrderCheck:
         delay_s = FIRST_POLL_S
         while tally.count < len(self._ranks):
             delay_s = _pause(delay_s)
-            if delay_s == LAST_POLL_S:
-                self._look_for_others(own)
             tally = self._board.tally(own.serial)
             self._check_same(tally, own)
+            if delay_s == LAST_POLL_S and tally.count < len(self._ranks):
+                self._look_for_others(own)
         self._serial += 1
 
     def _look_for_others(self, own: BoardEntry) -> None:
@@ -448,9 +452,11 @@ class OrderCheck:
         ``collective`` names the occasion. Raises as :meth:`before`.
         """
         serial = self._serial
-        self._board.vote(serial, text, about="same")
+        same = self._board.vote(serial, text, about="same")
         self.ask(collective)
-        if self._board.tally(serial, about="same").all_say(text):
+        if same.count < len(self._ranks):
+            same = self._board.tally(serial, about="same")
+        if same.all_say(text):
             return [text] * len(self._ranks)
         serial = self._serial
         self._board.put(serial, f"text/{self._rank}", text)
@@ -458,21 +464,37 @@ class OrderCheck:
         return [self._board.text(serial, f"text/{rank}") for rank in range(len(self._ranks))]
 
     def end_iteration(self) -> None:
-        """Agree that the iteration has ended; no-op if it had no collective. Raises as :meth:`before`."""
+        """Agree that the iteration has ended; no-op if it had no collective.
+
+        All collectives of this iteration are complete on this rank, so one whose store is lost ends its iteration too:
+        its host may have ended after the last step of a run.
+
+        Raises:
+            RanksDisagreeError, StepAborted: as :meth:`before`.
+        """
         tree = self._tree
         if not tree.here.depth:
             return
         place, serial = tree.place, self._serial
-        self.before(END)
+        try:
+            self.before(END)
+            if serial == self._serial:  # ended without asking: leave a note for ranks that ask in this iteration
+                self._board.pin(BoardEntry(serial, place, END).text())
+        except StoreLost:
+            tree.here = tree.here if tree.here.collective == END else tree.here.grow(END)
         tree.end_iteration()
-        if serial == self._serial:  # ended without asking: leave a note for ranks that ask in this iteration
-            self._board.pin(BoardEntry(serial, place, END).text())
 
     def look(self) -> None:
-        """Check whether a rank asks about a place that this one has passed; raises as :meth:`before`."""
-        self._board.check_left()
-        tally = self._board.tally(self._serial)
-        question = self._board.question() if tally.count else None
+        """Check whether a rank asks about a place that this one has passed; raises as :meth:`before`.
+
+        No-op once the store is lost: its host may have ended well, and a wait for a rank that has not fails by itself.
+        """
+        try:
+            self._board.check_left()
+            tally = self._board.tally(self._serial)
+            question = self._board.question() if tally.count else None
+        except StoreLost:
+            return
         if question is None or question.serial != self._serial:
             return  # no question, or not written yet
         place = self._disputed([question], None)
@@ -504,7 +526,11 @@ class OrderCheck:
         delay_s = FIRST_POLL_S
         answer: BoardEntry | None = None
         while True:
-            others = self._board.notes()
+            try:
+                others = self._board.notes()
+            except StoreLost as error:  # its host has seen the difference, and has ended
+                known = {} if own is None else {self._ranks[self._rank]: own.collective}
+                raise RanksDisagreeError(self._difference(place, known)) from error
             place = min(place, self._disputed(others.values(), own) or place)
             if answer is None or answer.place != place:
                 done = own.collective if own and own.place == place else self._tree.collective_at(place)

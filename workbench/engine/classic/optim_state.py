@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from workbench.engine.classic.flat_param import FlatParam, FlatSlice
 from workbench.engine.classic.full_params import CPU
 from workbench.engine.classic.options import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.param_states import split_states, whole_states
-from workbench.engine.classic.shard_inventory import flats_holdings, sharded_flats
+from workbench.engine.classic.shard_inventory import flats_holdings, is_gathered, sharded_flats
 from workbench.engine.classic.state_dict import check_local, key_of, split_over
 from workbench.engine.classic.state_dict_settings import settings_of
 from workbench.engine.classic.wrapper_mesh import Route, route_over
@@ -249,7 +250,8 @@ def _optimizer_of(optim_input: OptimInput | None, optim: torch.optim.Optimizer |
     _warn_of_input(optim_input)
     if optim is not None or optim_input is None:
         return optim
-    return torch.optim.SGD(optim_input, lr=0.0)  # never steps; only holds the groups and their order
+    groups: list[Any] = [dict(each) if isinstance(each, dict) else each for each in optim_input]  # SGD adds options
+    return torch.optim.SGD(groups, lr=0.0)  # never steps; only holds the groups and their order
 
 
 def _held(model: nn.Module, optim: torch.optim.Optimizer | None) -> list[nn.Parameter]:
@@ -302,13 +304,23 @@ class NamedParams:
         managed = {param for _, flat, _ in self.flats for param in flat.owned}
         return {names[0]: param for param, names in self.names.items() if param not in managed}
 
-    def as_saved(self, held: Iterable[nn.Parameter], found: Collection[Key]) -> list[str]:
+    def order(self, held: Iterable[nn.Parameter], ranks: Agreement) -> list[str]:
+        """Return the names of an optimizer's parameters in the order of the first rank's optimizer; collective.
+
+        Names that only this rank has come last.
+        """
+        own = [name for param in held for name in self.names[param]]
+        first: list[str] = json.loads(ranks.texts(json.dumps(own))[0])
+        return list(dict.fromkeys([*first, *own]))
+
+    def as_saved(self, order: Iterable[str], found: Collection[Key]) -> list[str]:
         """Return the names in ``found``, in the order in which torch's wrapper saves their state.
 
-        That is the optimizer's order, or with ``use_orig_params`` alphabetical within each wrapper.
+        That is ``order``, or with ``use_orig_params`` alphabetical within each wrapper: the same on all ranks, which
+        may go through the result with a collective for each value.
         """
         if not any(flat.use_orig_params for _, flat, _ in self.flats):
-            return [name for param in held for name in self.names[param] if name in found]
+            return [name for name in order if name in found]
         by_wrapper = [sorted(name for name in names if name in found) for _, _, names in self.flats]
         return [*sorted(name for name in self.others if name in found), *chain.from_iterable(sorted(by_wrapper))]
 
@@ -349,7 +361,9 @@ def _by_names(
         states.update({param: given["state"][key] for param, key in keys.items() if key in given["state"]})
         return flats_holdings(named.units, model, [(type(optim).__name__, states)], held=keys)
 
-    Agreement("optim_state_dict", (unit for unit, _ in named.units)).check(holds)
+    ranks = Agreement("optim_state_dict", (unit for unit, _ in named.units))
+    ranks.check(holds)
+    order = named.order(keys, ranks)
     found: dict[Key, Any] = {}
     for unit, flat, names in named.flats:
         splits = is_split and not flat.owns_wholes
@@ -360,7 +374,7 @@ def _by_names(
         return {}
     own = {name: copy.deepcopy(states[param]) for name, param in named.others.items() if param in states}
     found |= {name: _on(device, state) for name, state in own.items()}
-    found = {name: found[name] for name in named.as_saved(keys, found)}
+    found = {name: found[name] for name in named.as_saved(order, found)}
     owned = set(keys.values())
     found |= {key: value for key, value in given["state"].items() if key not in owned}  # belongs to no parameter
     params = {key: param for param, key in keys.items()}
@@ -421,10 +435,12 @@ def to_load(
     def holds() -> Holdings:
         _check_by_names(given)
         keys.update(named.keys(model, optim, is_named=is_named))
+        wrapped = {name for _, _, names in named.flats for name in names}
         states = given["state"] if route is None else {}
-        rows: Rows = {str(name): _described(own) for name, own in states.items()}
+        together = {name: own for name, own in states.items() if name in wrapped or _is_split_over_ranks(own)}
+        rows: Rows = {str(name): _described(own) for name, own in together.items()}
         for i, each in enumerate(given.get("param_groups", ()) if route is None else ()):
-            rows[f"group {i}"] = f"{len(each['params'])} parameters"
+            rows[f"group {i}"] = f"{len(wrapped.intersection(each['params']))} parameters"
         return Holdings(held=_groups_held(named, optim), given=rows)
 
     ranks = Agreement("optim_state_dict_to_load", (unit for unit, _ in named.units))
@@ -461,13 +477,21 @@ def _check_by_names(given: StateDict) -> None:
 
 
 def _groups_held(named: NamedParams, optim: torch.optim.Optimizer | None) -> Rows:
-    """Return the optimizer's group of each parameter, by name; empty without an optimizer."""
+    """Return the optimizer's group of each wrapped parameter, by name; empty without an optimizer.
+
+    Other parameters may exist on this rank only.
+    """
     if optim is None:
         return {}
     groups = {param: i for i, group in enumerate(optim.param_groups) for param in group["params"]}
     kind = type(optim).__name__
-    registered = named.registered.items()
-    return {key_of(name): f"{kind}, group {groups[p]}" if p in groups else "none" for p, name in registered}
+    wrapped = {key_of(name): p for p, name in named.registered.items() if key_of(name) not in named.others}
+    return {name: f"{kind}, group {groups[p]}" if p in groups else "none" for name, p in wrapped.items()}
+
+
+def _is_split_over_ranks(state: Any) -> bool:  # noqa: ANN401 - optimizer state holds anything
+    """Return whether to load a parameter's state is collective."""
+    return any(map(is_gathered, state.values())) if isinstance(state, dict) else is_gathered(state)
 
 
 def _described(state: Any) -> str:  # noqa: ANN401 - optimizer state holds anything
@@ -492,17 +516,22 @@ def _groups_to_load(
     keys: Mapping[nn.Parameter, Key],
     optim: torch.optim.Optimizer | None,
 ) -> list[dict[str, Any]]:
-    """Return groups with the optimizer's own keys, in the optimizer's order."""
+    """Return groups with the optimizer's own keys, in the optimizer's order.
+
+    Parameters in no wrapper that the groups leave out stay in the optimizer's groups, without state.
+    """
     key_of = {name: keys[param] for param, names in named.names.items() if param in keys for name in names}
     held = list(keys.values()) if optim is None else None
+    saved = {name for group in groups for name in group["params"]}
+    new = {keys[param] for name, param in named.others.items() if param in keys and name not in saved}
     if optim is not None and len(groups) != len(optim.param_groups):
         raise ValueError(f"the state dict has {len(groups)} parameter groups, the optimizer {len(optim.param_groups)}")
     for i, group in enumerate(groups):
         unknown = [name for name in group["params"] if name not in key_of]
         if unknown:
             raise ValueError(f"group {i} of the state dict holds {unknown[0]!r}, which the optimizer does not have")
-        wanted = {key_of[name] for name in group["params"]}
         order = held if optim is None else [keys[param] for param in optim.param_groups[i]["params"]]
+        wanted = {key_of[name] for name in group["params"]} | new.intersection(() if optim is None else order or ())
         if optim is not None and set(order or ()) != wanted:
             differ = sorted(name for name, key in key_of.items() if key in wanted ^ set(order or ()))
             raise ValueError(

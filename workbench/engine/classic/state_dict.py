@@ -8,15 +8,16 @@ would see in an unsharded model.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec
+from workbench.engine._torch import dtensor_of, gather_old_shards, is_of_old_shards, local_of, make_spec, root_mesh
 from workbench.engine.agreement import Agreement, Holdings, describe
 from workbench.engine.classic.flat_param import FlatParam, FlatSlice
 from workbench.engine.classic.flat_places import FLAT_PARAM
@@ -31,6 +32,7 @@ from workbench.engine.classic.shard_inventory import is_gathered, sharded_flat, 
 from workbench.engine.classic.wrapper_state import WrapperState, check_idle, is_first, wrapper_states_below
 from workbench.engine.flat_shard import in_own_storage
 from workbench.engine.fsdp_state import units_of
+from workbench.engine.mesh import names_of
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import WRAPPED, Names, full_name, names_below
 from workbench.engine.tensor_trees import unrecorded
@@ -145,7 +147,7 @@ def split_over(unit: FSDPParamGroup, part: FlatSlice, whole: torch.Tensor, place
     """Return a part's tensor as a DTensor, sharded along dim 0 over the unit's shard ranks and replicated over copies.
 
     Collective over the ranks of tensor parallelism that have split the part. If they split dim 0, they split the
-    shards, as with torch's wrapper.
+    shards, as with torch's wrapper. A part that they leave alone is replicated over them.
 
     Args:
         unit: the unit whose mesh is used.
@@ -156,8 +158,21 @@ def split_over(unit: FSDPParamGroup, part: FlatSlice, whole: torch.Tensor, place
     info = unit.mesh_info
     placements = (Shard(0),) if info.shard_mesh_dim is None else info.placements(Shard(0))
     if part.mesh is None or part.tp_spec is None:
-        return laid_out(whole, info.mesh, placements, place)
+        return laid_out(whole, *_with_tensor_parallelism(info.mesh, placements), place)
     return laid_out(part.as_global(whole), part.mesh, (*placements, *part.tp_spec.placements), place)
+
+
+def _with_tensor_parallelism(
+    mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return a wrapper's mesh with the axis of tensor parallelism beside it, and placements that replicate over it.
+
+    Meshes that have no such axis, or several other axes, such as one of pipeline stages, are returned as they are.
+    """
+    whole, own = root_mesh(mesh), dict(zip(names_of(mesh), placements, strict=True)) if names_of(mesh) else {}
+    if whole.ndim != mesh.ndim + 1 or not own.keys() <= set(names_of(whole)):
+        return mesh, tuple(placements)
+    return whole, tuple(own.get(name, Replicate()) for name in names_of(whole))
 
 
 def check_local(states: Iterable[WrapperState], kind: StateDictType) -> None:

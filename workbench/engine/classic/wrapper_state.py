@@ -162,8 +162,9 @@ class WrapperState(FSDPState):
     def input_dtype(self) -> torch.dtype | None:
         """The dtype that floating-point inputs of forward are cast to; None: no cast."""
         precision = self.precision
-        casts = precision.cast_forward_inputs or (bool(self.is_root) and precision.cast_root_forward_inputs)
-        return precision.param_dtype if casts and self.unit is not None and not self.is_full_precision else None
+        casts = precision.cast_forward_inputs and self.unit is not None
+        casts = casts or (bool(self.is_root) and precision.cast_root_forward_inputs)
+        return precision.param_dtype if casts and not self.is_full_precision else None
 
     def has_root(self) -> None:
         """Cast the wrapper's own buffers to the dtype that forward uses; called once the root is known."""
