@@ -8,6 +8,7 @@ import pytest
 
 from bench import __main__ as bench
 from bench import processes, report
+from bench.aims import Aim, Verdict
 from bench.cases import ALONE, IMPLEMENTATIONS, OURS, TORCH
 from bench.compare import Effort, Runs, _ratio, against_second_run, compare, joined, row, with_ratios
 from bench.processes import RankFailure, on_ranks
@@ -108,18 +109,21 @@ def test_a_table_has_columns():
 
 
 @pytest.mark.parametrize(
-    ("is_check", "all_met", "failed", "status"),
+    ("is_check", "missed", "failed", "status"),
     [
-        (True, True, {}, 0),
-        (True, False, {}, 1),
-        (False, False, {}, 0),
-        (False, True, {"steps of ours": "Error"}, 1),
-        (True, True, {"steps of ours": "Error"}, 1),
+        (True, None, {}, 0),
+        (True, "must", {}, 1),
+        (True, "aim", {}, 0),
+        (False, "must", {}, 0),
+        (False, None, {"steps of ours": "Error"}, 1),
+        (True, None, {"steps of ours": "Error"}, 1),
     ],
 )
-def test_the_exit_status(is_check, all_met, failed, status):
+def test_the_exit_status(is_check, missed, failed, status):
     result = {"effort": {"steps": 3}, "live": {"cells": {"failed": failed}}, "sharding": {"failed": {}}}
-    assert bench._status(result, is_check=is_check, all_met=all_met) == status
+    aim = Aim(what="a ratio", part=(), values=(), limit=1.0, is_must=missed != "aim")
+    found = [Verdict(aim, 2.0 if missed else 0.5)]
+    assert bench._status(result, found, is_check=is_check) == status
 
 
 @pytest.mark.thorough
