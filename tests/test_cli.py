@@ -227,7 +227,7 @@ def record(folder, *, ranks=(0, 1), ago_s=0, end=None):
         writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
         writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=now_ns, wall_ns=wall_ns, event_ns=begin_ns))
         if end is not None:
-            writer.write(FrameKind.END, end)
+            writer.end(end)
         writer.close()
     return trace
 

@@ -11,7 +11,7 @@ from workbench.errors import UsageError
 from workbench.live.long_poll import mark
 from workbench.magics.display_output import WIDGET_MIME
 from workbench.trace import load, save
-from workbench.trace.recording import FrameKind, RecordingWriter, RunEnd, RunStart
+from workbench.trace.recording import RecordingWriter, RunEnd, RunStart
 from workbench.views import VIEWS
 from workbench.views.theme import PLOTLY_MIME
 from workbench.workbench import Workbench
@@ -119,7 +119,7 @@ def test_a_recording_is_followed_while_its_run_writes(bare, tmp_path, monkeypatc
     assert bare.ok("%fsdp where").shown[0]["text/plain"].startswith("the run continues")
     for writer, part in zip(writers, trace.ranks, strict=True):
         write(writer, part, 50, len(part.rows))
-        writer.write(FrameKind.END, RunEnd(t_ns=int(part.rows["t_ns"][-1])))
+        writer.end(RunEnd(t_ns=int(part.rows["t_ns"][-1])))
         writer.close()
     after = bench.pulse()
     assert after.trace.ranks == trace.ranks

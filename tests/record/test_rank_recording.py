@@ -166,7 +166,8 @@ def test_a_disk_that_fills_up_stops_the_recording_and_not_the_program(begin, tmp
     assert len(said) == 1
     found = read(tmp_path)
     assert steps(found.trace) == [0]
-    assert (found.ranks[0].end.reason, found.notes) == ("later", ())
+    assert (found.ranks[0].end.reason, found.ranks[0].stop.step) == ("later", 0)
+    assert found.notes == ("rank 0: stopped recording at step 0: No space left on device",)
 
 
 def test_a_disk_that_is_full_at_the_end_is_said_and_raises_nothing(begin, monkeypatch):

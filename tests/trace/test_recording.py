@@ -24,7 +24,17 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.keyframe import advance
 from workbench.trace.read_recording import RecordingReader, read
-from workbench.trace.recording import HEAD, MAGIC, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
+from workbench.trace.recording import (
+    HEAD,
+    MAGIC,
+    FrameKind,
+    Heartbeat,
+    RecordingStop,
+    RecordingWriter,
+    RunEnd,
+    RunStart,
+    SilentStack,
+)
 from workbench.trace.row_compression import MAX_PACKED_BYTES, to_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame
 
@@ -135,7 +145,7 @@ def test_notes_about_the_process_come_back(tmp_path):
         writer.write(FrameKind.SILENT_STACK, quiet)
     for t_ns in (11, 12):
         writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=t_ns, wall_ns=7, event_ns=3))
-    writer.write(FrameKind.END, RunEnd(t_ns=13, reason="it raised"))
+    writer.end(RunEnd(t_ns=13, reason="it raised"))
     writer.close()
     writer.close()
     (known,) = read(tmp_path).ranks.values()
@@ -300,7 +310,7 @@ def test_what_a_full_disk_took_of_a_frame_is_taken_back(tmp_path, monkeypatch):
         writer.append(trace.rank(0).rows[10:].tobytes(), KeyFrame(seq=40))
     assert left == [0]
     monkeypatch.undo()
-    writer.write(FrameKind.END, RunEnd(t_ns=1, reason="later"))
+    writer.end(RunEnd(t_ns=1, reason="later"))
     writer.close()
     found = read(tmp_path)
     assert (found.trace.rank(0).end_seq, found.ranks[0].end, found.notes) == (10, RunEnd(t_ns=1, reason="later"), ())
@@ -321,11 +331,55 @@ def test_a_file_that_cannot_be_begun_leaves_the_one_before_it(tmp_path, monkeypa
     monkeypatch.setattr(recording.os, "write", only_once)
     with pytest.raises(OSError, match="No space left"):
         writer.append(rows[:100].tobytes(), advance(KeyFrame(), rows[:100]))
-    writer.write(FrameKind.END, RunEnd(t_ns=1))
+    writer.end(RunEnd(t_ns=1))
     writer.close()
     assert [path.name for path in files_of(tmp_path)] == [FIRST]
     assert read(tmp_path).trace.rank(0).end_seq == 100
     assert read(tmp_path).ranks[0].end == RunEnd(t_ns=1)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_how_a_run_ended_is_written_where_space_was_reserved_also_at_a_full_disk(tmp_path, monkeypatch):
+    trace = one_rank()
+    writer, reader = write(tmp_path, trace, 0), RecordingReader(tmp_path)
+    size, at = files_of(tmp_path)[0].stat().st_size, frames_of(tmp_path / FIRST)[3][0]
+    assert (reader.read().ranks[0].end, reader.read().ranks[0].stop) == (None, None)
+    monkeypatch.setattr(recording.os, "write", full)
+    stop = RecordingStop(t_ns=8, step=int(trace.rank(0).rows["step"].max()), reason="No space left on device")
+    writer.stop(8, stop.reason)
+    found = reader.read()  # which had read beyond that place
+    assert (found.ranks[0].end, found.ranks[0].stop, found.has_ended) == (None, stop, False)
+    assert found.notes == (f"rank 0: stopped recording at step {stop.step}: No space left on device",)
+    writer.end(RunEnd(t_ns=9, reason="é" * 5000))
+    writer.close()
+    found = reader.read()
+    assert (found.ranks[0].stop, found.has_ended) == (stop, True)
+    assert 50 < len(found.ranks[0].end.reason) < 5000
+    assert files_of(tmp_path)[0].stat().st_size == size
+    with (tmp_path / FIRST).open("r+b") as file:  # killed while it wrote there: nothing else is lost
+        file.seek(at + HEAD.size + 5)
+        file.write(b"#")
+    found = read(tmp_path)
+    assert (found.trace, found.ranks[0].end, found.notes) == (trace, None, ())
+
+
+def test_what_a_rank_wrote_for_the_reader_is_in_every_file(tmp_path):
+    trace = long_trace(3)
+    for rank in (0, 1):
+        rows = trace.rank(0).rows
+        header = replace(trace.header, world_size=2)
+        writer = RecordingWriter(tmp_path, start_of(rank, 2), header, 400, keep=1)
+        writer.note("DDP is not seen")
+        writer.append(rows[:100].tobytes(), advance(KeyFrame(), rows[:100]))
+        writer.append(rows[100:].tobytes(), advance(KeyFrame(), rows))
+        writer.close()
+    kinds = [[kind for _, kind, _ in frames_of(path)] for path in files_of(tmp_path)]
+    assert len(kinds) > 2
+    assert all(FrameKind.NOTE in each for each in kinds)
+    assert read(tmp_path).notes == ("ranks 0, 1: DDP is not seen",)
 
 
 def test_a_frame_that_no_reader_accepts_is_not_written(tmp_path, monkeypatch):
@@ -345,7 +399,7 @@ def test_a_file_cut_anywhere_gives_all_whole_frames_before_the_cut(tmp_path):
     trace = one_rank()
     part = trace.rank(0)
     writer = write(tmp_path / "whole", trace, 0, slices=[slice(at, at + 10) for at in range(0, 40, 10)])
-    writer.write(FrameKind.END, RunEnd(t_ns=1))
+    writer.end(RunEnd(t_ns=1))
     writer.close()
     path = tmp_path / "whole" / FIRST
     data, frames = path.read_bytes(), frames_of(path)
@@ -353,8 +407,11 @@ def test_a_file_cut_anywhere_gives_all_whole_frames_before_the_cut(tmp_path):
     header_bytes = ends[1] - ends[0]
     folder = tmp_path / "cut"
     folder.mkdir()
-    # every offset, but only some of those within the long header
-    for length in (*range(ends[0] + 20), *range(ends[0] + 20, ends[1], header_bytes // 20), *range(ends[1], len(data))):
+    # every offset, but only some of those within the long header and the padded outcome
+    within = (range(ends[0] + 20, ends[1], header_bytes // 20), range(ends[2] + 20, ends[3], 100))
+    for length in sorted(
+        {*range(ends[0] + 20), *within[0], *range(ends[1], ends[2] + 20), *within[1], *range(ends[3], len(data))}
+    ):
         (folder / FIRST).write_bytes(data[:length])
         whole = sum(end <= length for end in ends)
         if whole < 2:
@@ -369,7 +426,7 @@ def test_a_file_cut_anywhere_gives_all_whole_frames_before_the_cut(tmp_path):
         said = f"{FIRST} ends within a frame, at byte {at:,}: its rank was about to write it"
         assert found.notes == (() if is_whole else (said,))
         assert found.ranks[0].is_cut is not is_whole
-        assert (found.ranks[0].end is None) == (length < len(data))
+        assert (found.ranks[0].end is None) == (length < ends[3])
 
 
 def test_a_flipped_byte_ends_what_is_read_of_a_file_and_the_next_file_is_read(tmp_path):
@@ -634,7 +691,7 @@ def whole_recording(folder):
         writer = write(folder, trace, rank, clock=str(rank))
         writer.write(FrameKind.SILENT_STACK, SilentStack(t_ns=9, seq=40, frames=("a",)))
         writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=12, wall_ns=7, event_ns=3))
-        writer.write(FrameKind.END, RunEnd(t_ns=13))
+        writer.end(RunEnd(t_ns=13))
         writer.close()
     return trace
 
@@ -818,7 +875,7 @@ def test_a_recording_read_while_it_is_written_is_the_one_read_at_its_end(tmp_pat
             assert reader.read().trace == Trace(trace.header, so_far)
     assert reader.read().trace == trace
     for writer in writers.values():
-        writer.write(FrameKind.END, RunEnd(t_ns=9))
+        writer.end(RunEnd(t_ns=9))
         writer.close()
     assert reader.read().has_ended
     assert reader.read().trace == trace
@@ -935,6 +992,6 @@ def test_a_run_is_alive_while_a_rank_that_has_not_ended_writes(tmp_path, end, no
     writer = write(tmp_path, one_rank(), 0)
     writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=6, wall_ns=10**18 + 10**9, event_ns=5))
     if end is not None:
-        writer.write(FrameKind.END, end)
+        writer.end(end)
     writer.close()
     assert read(tmp_path).is_alive(10**18 + 10**9 + int(now_s * 1e9)) is is_alive

@@ -146,7 +146,7 @@ class RankRecording:
         except Exception as error:  # noqa: BLE001 - whatever it is, the program ends as it would without
             self._stop_early(error)
         with suppress(OSError):
-            self._writer.write(FrameKind.END, RunEnd(t_ns=time.monotonic_ns(), reason=reason))
+            self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason))
         self._writer.close()
 
     def forget(self) -> None:
@@ -167,7 +167,10 @@ class RankRecording:
     def _stop_early(self, error: Exception) -> None:
         self._has_stopped = True
         self.forget()
-        why = f"cannot write to {self._folder}: {error.strerror}" if isinstance(error, OSError) else repr(error)
+        why = str(error.strerror) if isinstance(error, OSError) else repr(error)
+        with suppress(OSError):
+            self._writer.stop(time.monotonic_ns(), why)
+        why = f"cannot write to {self._folder}: {why}" if isinstance(error, OSError) else why
         self._complain(f"recording stopped: {why}; the program continues")
 
     def _write(self) -> None:

@@ -33,10 +33,14 @@ from workbench.trace.recording import (
     HEAD,
     MAGIC,
     MAX_FRAME_BYTES,
+    OUTCOME_BYTES,
     RANK_FILE,
     FrameKind,
     Heartbeat,
+    RecordingStop,
     RunEnd,
+    RunNote,
+    RunOutcome,
     RunStart,
     SilentStack,
 )
@@ -65,7 +69,9 @@ class RecordedRank:
         header: its last header.
         quiet: stacks from the times without an event, in order.
         last_beat: the last time at which it was alive; None if it never told.
-        end: how the program ended; None: it was killed, or still runs.
+        end: how the program ended; None: it was killed, called ``os._exit``, or still runs.
+        stop: where the recording stopped before the program ended, such as at a full disk; None: it did not.
+        notes: sentences that the rank wrote for the reader; also among those of the recording.
         is_cut: whether something unreadable follows the last whole frame.
         offset_ns: nanoseconds by which its clock is ahead of that of the trace.
     """
@@ -75,6 +81,8 @@ class RecordedRank:
     quiet: tuple[SilentStack, ...] = ()
     last_beat: Heartbeat | None = None
     end: RunEnd | None = None
+    stop: RecordingStop | None = None
+    notes: tuple[str, ...] = ()
     is_cut: bool = False
     offset_ns: int = 0
 
@@ -207,7 +215,11 @@ class RecordingReader:
 
     def _recording(self) -> Recording:
         shown = {rank: self._readers[rank] for rank in self._offsets}
-        notes = [*self._notes(), *missing_ranks(shown, next(iter(shown.values())).begun.world_size)]
+        notes = [
+            *self._notes(),
+            *_notes_of_ranks(shown),
+            *missing_ranks(shown, next(iter(shown.values())).begun.world_size),
+        ]
         later = sorted(self._folder.glob("restart*"))
         notes += [f"the run was restarted: its later part is in {each}" for each in later]
         notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._builder.snapshot().header)
@@ -218,12 +230,32 @@ class RecordingReader:
                 quiet=tuple(reader.quiet),
                 last_beat=reader.last_beat,
                 end=reader.end,
+                stop=reader.stop,
+                notes=tuple(reader.own_notes),
                 is_cut=reader.is_cut,
                 offset_ns=self._offsets[rank],
             )
             for rank, reader in shown.items()
         }
         return Recording(trace=self._builder.snapshot(), ranks=ranks, notes=tuple(notes))
+
+
+def _notes_of_ranks(shown: Mapping[int, _RankReader]) -> Iterator[str]:
+    """Yield what ranks wrote for the reader, and where their recordings stopped early; equal sentences together."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, reader in shown.items():
+        for text in reader.own_notes:
+            ranks_of.setdefault(text, []).append(rank)
+        if reader.stop is not None:
+            where = f"at step {reader.stop.step}" if reader.stop.step >= 0 else "before the first step"
+            ranks_of.setdefault(f"stopped recording {where}: {reader.stop.reason}", []).append(rank)
+    for text, ranks in ranks_of.items():
+        yield f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks)}: {text}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return ", ".join(map(str, ranks[:_SHOWN_RANKS])) + more
 
 
 def other_units(headers: Mapping[int, Header], joined: Header) -> Iterator[str]:
@@ -268,9 +300,12 @@ class _RankReader:
         self.quiet: deque[SilentStack] = deque(maxlen=_MAX_QUIET)
         self.last_beat: Heartbeat | None = None
         self.end: RunEnd | None = None
+        self.stop: RecordingStop | None = None
+        self.own_notes: dict[str, None] = {}  # sentences of the rank itself, each once
         self.is_cut = False
         self.notes: dict[str, str] = {}  # by name of a file
         self._number, self._at, self._id = -1, 0, 0  # of the file that is read: its number, what was read, its inode
+        self._outcome_at = 0  # in that file; 0: unknown
         self._max_rows = max_rows
         self._first = KeyFrame()  # the state before the rows
         self._lost = 0
@@ -293,7 +328,7 @@ class _RankReader:
             if number < self._number:
                 continue
             if number > self._number:
-                self._number, self._at, self._id, self.is_cut = number, 0, 0, False
+                self._number, self._at, self._id, self._outcome_at, self.is_cut = number, 0, 0, 0, False
             try:
                 if not self._read_file(path):
                     return False
@@ -329,7 +364,12 @@ class _RankReader:
                 raise TraceError(
                     f"it {'ends before its first frame' if is_begun else 'does not start like a recording'}"
                 )
+        if self._outcome_at:  # it was read before, and may have been overwritten
+            again = next(_frames(file, self._outcome_at))
+            self._take(again[1], again[2])
         for at, kind, content in _frames(file, self._at or len(MAGIC)):
+            if kind == FrameKind.OUTCOME:
+                self._outcome_at = at
             if kind == FrameKind.START:
                 self._take_start(_decoded(RunStart, content))
             elif self.start is None:
@@ -339,7 +379,7 @@ class _RankReader:
                     self._take(kind, content)
                 except TraceError as error:
                     raise _UnreadableFrameError(f"is left out from byte {at:,} on: {error}") from error
-            self._at = at + HEAD.size + len(content)
+            self._at = at + HEAD.size + (len(content) or OUTCOME_BYTES * (kind == FrameKind.OUTCOME))
 
     def _take(self, kind: int, content: bytes) -> None:
         """Take a frame; unknown kinds are of a newer version, and not needed to read the rest."""
@@ -356,6 +396,11 @@ class _RankReader:
                 self.last_beat = _decoded(Heartbeat, content)
             case FrameKind.END:
                 self.end = _decoded(RunEnd, content)
+            case FrameKind.OUTCOME if content:
+                outcome = _decoded(RunOutcome, content)
+                self.stop, self.end = outcome.stop, outcome.end
+            case FrameKind.NOTE:
+                self.own_notes[_decoded(RunNote, content).text] = None
 
     def _take_start(self, start: RunStart) -> None:
         if start.rank != self.rank:
@@ -442,7 +487,9 @@ def _frames(file: IO[bytes], at: int) -> Iterator[tuple[int, int, bytes]]:
         content = file.read(min(length, MAX_FRAME_BYTES))
         if len(head) < HEAD.size or (len(content) < length <= MAX_FRAME_BYTES):
             raise _UnreadableFrameError(f"ends within a frame, at byte {at:,}: its rank was about to write it")
-        if len(content) < length or zlib.crc32(content) != crc:
+        if kind == FrameKind.OUTCOME and length == len(content) == OUTCOME_BYTES and zlib.crc32(content) != crc:
+            content = b""  # it is being overwritten, or its rank was killed meanwhile
+        elif len(content) < length or zlib.crc32(content) != crc:
             raise _UnreadableFrameError(f"is damaged at byte {at:,}; what follows is left out")
         yield at, kind, content
         at += HEAD.size + length
@@ -470,9 +517,7 @@ def missing_ranks(found: Collection[int], world: int, what: str = "recording") -
     """Yield a sentence about the ranks of a world that are not ``found``, if there are any."""
     missing = sorted(set(range(world)) - set(found))
     if missing:
-        named = ", ".join(map(str, missing[:_SHOWN_RANKS]))
-        more = f" and {len(missing) - _SHOWN_RANKS} more" if len(missing) > _SHOWN_RANKS else ""
-        yield f"no readable {what} of {'rank' if len(missing) == 1 else 'ranks'} {named}{more}, of {world} ranks"
+        yield f"no readable {what} of {'rank' if len(missing) == 1 else 'ranks'} {_listed(missing)}, of {world} ranks"
 
 
 def aligned(trace: Trace, starts: Mapping[int, RunStart]) -> Trace:

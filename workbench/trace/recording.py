@@ -2,7 +2,8 @@
 
 A rank's recording is a sequence of files, ``rank3.0000.rec``, ``rank3.0001.rec`` ..., each of which can be read without
 those before it, so that the oldest can be dropped. A file starts with :data:`MAGIC`; then come frames, each a
-:data:`HEAD` and its content. The first frames of a file are a START, a HEADER and a KEY_FRAME.
+:data:`HEAD` and its content. The first frames of a file are a START, a HEADER, a KEY_FRAME and an OUTCOME, which has
+space for how the run will end: it is overwritten in place, as a full disk has no space for a new frame.
 :mod:`workbench.trace.read_recording` reads them.
 """
 
@@ -14,7 +15,7 @@ import os
 import struct
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,13 @@ MAX_FRAME_BYTES = 32 << 20
 """Maximum bytes of a frame's content: as much as the header of a trace file."""
 
 
+OUTCOME_BYTES = 2048
+"""Bytes of an OUTCOME's content."""
+
+MAX_STOP_REASON = 200
+"""Characters of the reason for which a recording stopped."""
+
+
 class FrameKind(IntEnum):
     """Content of a frame."""
 
@@ -55,8 +63,12 @@ class FrameKind(IntEnum):
     SILENT_STACK = 5
     # JSON of a Heartbeat
     HEARTBEAT = 6
-    # JSON of a RunEnd
+    # JSON of a RunEnd, in recordings without an OUTCOME
     END = 7
+    # JSON of a RunOutcome, padded; it replaces that of the file before
+    OUTCOME = 8
+    # JSON of a RunNote
+    NOTE = 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +127,41 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunNote:
+    """A sentence for the reader of the recording, such as what could not be watched."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How the program ended: ``reason`` is empty for success; a kill leaves no such frame."""
+    """How the program ended: ``reason`` is empty for success; a kill and ``os._exit`` leave no such frame."""
 
     t_ns: int
     reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingStop:
+    """Where the recording stopped while the program went on.
+
+    Attributes:
+        t_ns: when.
+        step: the newest recorded step; -1: none.
+        reason: why, such as ``No space left on device``.
+    """
+
+    t_ns: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOutcome:
+    """What became of a rank: neither ``stop`` nor ``end`` while it runs, and after a kill or ``os._exit``."""
+
+    stop: RecordingStop | None = None
+    end: RunEnd | None = None
 
 
 class RecordingWriter:
@@ -151,6 +193,8 @@ class RecordingWriter:
         ] = []  # of each file: all rows of later steps are in it or after it; -1: no step yet
         self._newest_step = -1
         self._begin_bytes = 0  # of the newest file's first frames
+        self._outcome, self._outcome_at = RunOutcome(), 0  # and its place in the newest file
+        self._notes: list[bytes] = []
         self._number = 0
         self._fd = -1
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,15 +210,16 @@ class RecordingWriter:
             _json_frame(FrameKind.HEADER, header_to_dict(self._header)),
             _json_frame(FrameKind.KEY_FRAME, key_frame_to_dict(self._key_frame)),
         )
+        first = b"".join((MAGIC, *frames))
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
-            self._begin_bytes = _append(fd, b"".join((MAGIC, *frames)), 0)
+            self._begin_bytes = _append(fd, b"".join((first, _outcome_frame(self._outcome), *self._notes)), 0)
         except OSError:
             os.close(fd)
             path.unlink()
             raise
         self.close()
-        self._fd, self._number = fd, self._number + 1
+        self._fd, self._number, self._outcome_at = fd, self._number + 1, len(first)
         self._files.append(path)
         self._sizes.append(self._begin_bytes)
         self._first_steps.append(-1)
@@ -182,9 +227,32 @@ class RecordingWriter:
     def _put(self, frame: bytes) -> None:
         self._sizes[-1] = _append(self._fd, frame, self._sizes[-1])
 
-    def write(self, kind: FrameKind, value: SilentStack | Heartbeat | RunEnd) -> None:
+    def write(self, kind: FrameKind, value: SilentStack | Heartbeat) -> None:
         """Append one of the small frames."""
         self._put(_json_frame(kind, encode(value)))
+
+    def note(self, text: str) -> None:
+        """Append a sentence for the reader; later files have it too."""
+        frame = _json_frame(FrameKind.NOTE, encode(RunNote(text=text)))
+        self._notes.append(frame)
+        self._put(frame)
+
+    def end(self, end: RunEnd) -> None:
+        """Write how the program ended, into the space that was reserved for it."""
+        self._overwrite(replace(self._outcome, end=end))
+
+    def stop(self, t_ns: int, reason: str) -> None:
+        """Write why the recording stops here, into the space that was reserved for it."""
+        stop = RecordingStop(t_ns=t_ns, step=self._newest_step, reason=reason[:MAX_STOP_REASON])
+        self._overwrite(replace(self._outcome, stop=stop))
+
+    def _overwrite(self, outcome: RunOutcome) -> None:
+        self._outcome = outcome
+        fd = os.open(self._files[-1], os.O_WRONLY)  # the other one can only append
+        try:
+            os.pwrite(fd, _outcome_frame(outcome), self._outcome_at)
+        finally:
+            os.close(fd)
 
     def set_header(self, header: Header) -> None:
         """Append a new version of the header."""
@@ -240,6 +308,15 @@ def _frame(kind: FrameKind, content: bytes) -> bytes:
 
 def _json_frame(kind: FrameKind, data: object) -> bytes:
     return _frame(kind, json.dumps(data, separators=(",", ":")).encode())
+
+
+def _outcome_frame(outcome: RunOutcome) -> bytes:
+    """Return an OUTCOME, whose length does not depend on its content; a long reason of the end is cut."""
+    content = json.dumps(encode(outcome), separators=(",", ":")).encode()
+    if len(content) > OUTCOME_BYTES and outcome.end is not None:
+        shorter = outcome.end.reason[: len(outcome.end.reason) // 2]
+        return _outcome_frame(replace(outcome, end=replace(outcome.end, reason=shorter)))
+    return _frame(FrameKind.OUTCOME, content.ljust(OUTCOME_BYTES))
 
 
 def _append(fd: int, data: bytes, size: int) -> int:
