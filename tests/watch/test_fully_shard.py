@@ -1,18 +1,19 @@
 """Models that torch's ``fully_shard`` shards are seen as they are, and train as if nobody looked."""
 
+import math
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import OF_TORCHS_FSDP2, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch, train, watch
-from workbench.events import Category, Edge, Kind
+from workbench.events import Category, Edge, Kind, Phase
 from workbench.replay import memory
 from workbench.replay.collectives import compare
 from workbench.trace import advance, steps
@@ -28,6 +29,7 @@ POLICIES = {
     "plain": {},
     "kept after forward": {"reshard_after_forward": False},
     "bf16": {"mp_policy": BF16},
+    "bf16, reduced in the default dtype": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "accumulated": {"num_backwards": 2},
 }
@@ -109,6 +111,41 @@ def test_all_units_are_unsharded_once_in_forward_and_once_in_backward_but_the_ro
             Category.SHARDED_PARAMS,
             Category.OPTIMIZER_STATE,
         }
+
+
+def finalized():
+    model = shard_by_torch(make_blocks())
+    model.set_manual_backward_finalization(True)
+    model.set_keep_unsharded_storage(True)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    for is_async in (False, True):
+        for _ in range(2):
+            model(torch.ones(8, 16)).square().mean().backward()
+        handle = model.finalize_backward(async_op=is_async)
+        if handle is not None:
+            handle.wait()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.sum().item() for param in model.parameters()]
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "finalize_backward"), reason="before torch 2.15, backward finalizes itself")
+def test_a_backward_that_the_program_finalizes_with_full_parameters_that_stay_allocated():
+    seen = watch(2, finalized)
+    assert seen.results == run_ranks(2, finalized)
+    full = sum(4 * 2 * math.prod((p.padded_rows, *p.shape[1:])) for u in seen.trace.header.units for p in u.params)
+    for rank in seen.trace.ranks:
+        end = advance(rank.start, rank.rows)
+        assert end.unit_states == end.reducing == {}
+        assert dict(zip(Category, end.bytes_by_category, strict=True))[Category.UNSHARDED_PARAMS] == full
+        optimizers = rank.rows[(rank.rows["kind"] == Kind.OPTIMIZER) & (rank.rows["edge"] == Edge.BEGIN)]
+        assert len(optimizers) == 2
+        reduced = rank.rows[(rank.rows["kind"] == Kind.REDUCE_SCATTER) & (rank.rows["edge"] == Edge.BEGIN)]
+        # autograd reduces the others, whose inputs take gradients, in each backward
+        assert Counter(reduced["unit"].tolist()) == {0: 2, 1: 2, 2: 4, 3: 4, 4: 4}
+        assert set(reduced["phase"].tolist()) == {Phase.POST_BACKWARD}
+        begun = rank.rows[(rank.rows["kind"] == Kind.STEP) & (rank.rows["step"] == 1)]
+        assert begun["phase"][0] == Phase.IDLE
 
 
 def tracked():

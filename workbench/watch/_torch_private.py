@@ -30,6 +30,7 @@ from torch.distributed.fsdp._common_utils import TrainingState as TrainingStateO
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -145,15 +146,18 @@ HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
 
 _HOOK_ID = 0x776F726B
 
+# torch 2.14 has one name for all forms of a collective
 _BY_HOOK = {
     "SEND": Kind.SEND,
     "RECV": Kind.RECV,
     "BROADCAST": Kind.BROADCAST,
-    "ALLREDUCE": Kind.ALL_REDUCE,
+    **dict.fromkeys(("ALLREDUCE", "ALLREDUCE_COALESCED"), Kind.ALL_REDUCE),
     "REDUCE": Kind.REDUCE,
-    "ALLGATHER": Kind.ALL_GATHER,
-    "REDUCE_SCATTER": Kind.REDUCE_SCATTER,
-    "ALLTOALL": Kind.ALL_TO_ALL,
+    **dict.fromkeys(
+        ("ALLGATHER", "ALLGATHER_BASE", "ALLGATHER_COALESCED", "ALLGATHER_INTO_TENSOR_COALESCED"), Kind.ALL_GATHER
+    ),
+    **dict.fromkeys(("REDUCE_SCATTER", "REDUCE_SCATTER_BASE", "REDUCE_SCATTER_TENSOR_COALESCED"), Kind.REDUCE_SCATTER),
+    **dict.fromkeys(("ALLTOALL", "ALLTOALL_BASE"), Kind.ALL_TO_ALL),
     "BARRIER": Kind.BARRIER,
     "SCATTER": Kind.SCATTER,
     "GATHER": Kind.GATHER,
@@ -227,8 +231,8 @@ def stop_observing_groups() -> None:
     """Remove the hooks from all groups; no-op where there are none."""
     for group in groups_so_far() if HAS_HOOKS else ():
         with suppress(RuntimeError, ValueError):  # a group may have been made by C++, without them
-            group.unregister_pre_hook(_HOOK_ID)  # type: ignore[attr-defined]
-            group.unregister_post_hook(_HOOK_ID)  # type: ignore[attr-defined]
+            group.unregister_pre_hook(_HOOK_ID)
+            group.unregister_post_hook(_HOOK_ID)
 
 
 def groups_so_far() -> tuple[dist.ProcessGroup, ...]:
@@ -267,8 +271,8 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver) -> None:
         if call.op_id in calls:
             observer.issued(calls.pop(call.op_id), call.work)
 
-    group.register_pre_hook(_HOOK_ID, pre)  # type: ignore[attr-defined]
-    group.register_post_hook(_HOOK_ID, post)  # type: ignore[attr-defined]
+    group.register_pre_hook(_HOOK_ID, pre)
+    group.register_post_hook(_HOOK_ID, post)
 
 
 def _reporting(
@@ -368,7 +372,7 @@ def groups_below(model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
     """Yield the parameter groups of a model, in the order of its modules, with the paths of their modules."""
     for path, module in model.named_modules():
         state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
-        for group in () if state is None else _groups_of(state):
+        for group in () if state is None else state._fsdp_param_groups:
             if id(group.modules[0]) == id(module):  # a group of several modules is met at each of them
                 yield path, group
 
@@ -380,7 +384,7 @@ def policies_below(
     for module in model.modules():
         state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         if state is not None and state._modules[0] is module:
-            yield tuple(state._modules), state._mp_policy, _groups_of(state)
+            yield tuple(state._modules), state._mp_policy, tuple(state._fsdp_param_groups)
 
 
 @contextmanager
@@ -414,13 +418,6 @@ def _is_forward_method(value: object) -> bool:
     return code is not None and code.co_qualname.startswith("register_fsdp_forward_method.")
 
 
-def _groups_of(state: Any) -> Sequence[ParamGroup]:  # noqa: ANN401 - differs by version
-    several = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
-    if several is not None:
-        return tuple(several)
-    return () if state._fsdp_param_group is None else (state._fsdp_param_group,)
-
-
 def ranks_of_group(group: ParamGroup) -> tuple[Ranks, Ranks]:
     """Return the ranks that share a copy of a group's parameters with this one, and those with the same shard."""
     shard, replicate = (
@@ -440,20 +437,16 @@ def _ranks(group: dist.ProcessGroup | None) -> Ranks:
 
 
 def renew(group: ParamGroup) -> None:
-    """Give a group the process groups that its mesh has now, and forget the iteration that was under way."""
+    """Give a group the process groups that its mesh has now, and forget its model's iteration that was under way."""
     for info in filter(None, (group.mesh_info, group.post_forward_mesh_info)):
         info.__post_init__()
-    group._all_gather_result = None
-    state = _state_of(group)
-    for part in (group, state):
-        part._training_state = TrainingState.IDLE
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    group._post_forward_indices.clear()
-    group.comm_ctx.post_forward_order.clear()
-    group.comm_ctx.all_gather_state = None
-    drop_full_grads(group)
-    group._to_sharded()
+    states = _state_of(group)._state_ctx.all_states
+    for each in (group, *(other for state in states for other in state._fsdp_param_groups)):
+        each._all_gather_result = None  # else it is waited for, and its process group was aborted
+    if states:
+        states[0]._reset_iter_state()
+    else:  # no forward has made a root known, which knows the state of an iteration
+        group._to_sharded()
 
 
 def has_partial_sum(group: ParamGroup) -> bool:
@@ -468,7 +461,8 @@ def drop_full_grads(group: ParamGroup) -> None:
         full = getattr(param, "_unsharded_param", None)
         if full is not None:
             full.grad = None
-        param.unsharded_accumulated_grad = None
+        if not _FOLLOWS_GRAD_DTYPE:
+            setattr(param, "unsharded_accumulated_grad", None)  # noqa: B010 - a property that can only be read in 2.15
 
 
 def will_unshard(group: ParamGroup) -> bool:
@@ -518,14 +512,32 @@ def full_of(param: Any) -> torch.Tensor | None:  # noqa: ANN401 - an FSDPParam
 def freed_of(param: Any) -> torch.Tensor | None:  # noqa: ANN401 - an FSDPParam
     """Return the unsharded parameter of an FSDPParam whose memory was freed, else None."""
     full: torch.Tensor | None = getattr(param, "_unsharded_param", None)
-    return None if param.sharded_state.name == "UNSHARDED" else full
+    is_held = param.sharded_state.name == "UNSHARDED" or getattr(param, "keep_unsharded_storage", False)
+    return None if is_held else full
 
 
 def full_grads_of(param: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - an FSDPParam
     """Return the gradients of the unsharded parameter: the newest, then what was accumulated before it."""
     full = getattr(param, "_unsharded_param", None)
-    found = (None if full is None else full.grad, param.unsharded_accumulated_grad)
+    found = (None if full is None else full.grad, None if _FOLLOWS_GRAD_DTYPE else param.unsharded_accumulated_grad)
     return tuple(grad for grad in found if grad is not None)
+
+
+_FOLLOWS_GRAD_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
+"""Whether gradients accumulate in the parameter's ``grad_dtype``, and are reduced in it by default: torch 2.15."""
+
+
+def dtypes_of(param: Any) -> tuple[torch.dtype, torch.dtype]:  # noqa: ANN401 - an FSDPParam
+    """Return the dtype of an FSDPParam's forward and backward, and that in which its gradient is reduced."""
+    own, policy = param.sharded_param.dtype, param.mp_policy
+    compute = (own.is_floating_point and policy.param_dtype) or own
+    default = (param.sharded_param.grad_dtype or compute) if _FOLLOWS_GRAD_DTYPE else compute
+    return compute, policy.reduce_dtype or default
+
+
+def keeps_full(group: ParamGroup) -> bool:
+    """Return whether resharding a group frees no memory."""
+    return any(getattr(param, "keep_unsharded_storage", False) for param in group.fsdp_params)
 
 
 def module_of(param: Any) -> tuple[nn.Module, str]:  # noqa: ANN401 - an FSDPParam

@@ -33,6 +33,8 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def install(self, changes: Replacements) -> None:
         """Watch until ``changes`` are undone."""
         changes.wrap(DistributedDataParallel, "forward", self._forward, if_probed=True)
+        if hasattr(DistributedDataParallel, "finalize_backward"):  # torch 2.15; called by the program
+            changes.wrap(DistributedDataParallel, "finalize_backward", self._finalize, if_probed=True)
 
     # ---- descriptions
 
@@ -70,7 +72,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def _announce(self, group: DistributedDataParallel, unit: Unit) -> None:
         is_new = group not in self._known
         super()._announce(group, unit)
-        if is_new:  # the buckets, which exist as long as the model; gradients may be views of them
+        if is_new and not getattr(group, "lazy_bucket_allocation", False):  # the buckets, which exist as long as the model; gradients may be views of them
             category = Category.SHARDED_GRADS if group.gradient_as_bucket_view else Category.REDUCE_SCATTER_BUFFERS
             nbytes = sum(param.nbytes for param in group.module.parameters() if param.requires_grad)
             weakref.finalize(group, drop, BufferHandle(category, unit.index, nbytes)).atexit = False
@@ -131,6 +133,16 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         known.in_backward = False
         probe.event(Kind.BACKWARD, Edge.END, known.index)
         probe.phase(Phase.IDLE)
+        self._count_grads(model, known)
+
+    def _finalize(self, original: Original, model: DistributedDataParallel) -> Any:
+        result = original(model)
+        self._collectives.settle()
+        self._count_grads(model, self._of(model))
+        return result
+
+    @staticmethod
+    def _count_grads(model: DistributedDataParallel, known: WatchedUnit) -> None:
         for param in () if model.gradient_as_bucket_view else model.module.parameters():
             grad = param.grad
             if grad is None:

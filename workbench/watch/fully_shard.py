@@ -40,6 +40,8 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         changes.wrap(_torch.foreach, "foreach_all_gather_copy_out", self._copy_out, if_probed=True)
         changes.wrap(_torch.foreach, "foreach_reduce", self._reduce, if_probed=True)
         changes.wrap(State, "_root_post_backward_final_callback", self._end_of_backward, if_probed=True)
+        if hasattr(State, "finalize_backward"):  # torch 2.15; called by the program, after the above
+            changes.wrap(State, "finalize_backward", self._end_of_backward, if_probed=True)
 
     # ---- descriptions
 
@@ -68,9 +70,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _describe(self, group: ParamGroup, place: UnitPlace) -> Unit:
         mesh = group.mesh_info
         shard_size = getattr(mesh, "shard_mesh_size", 1)
-        own = group.fsdp_params[0].sharded_param.dtype if group.fsdp_params else torch.get_default_dtype()
-        compute = group.mp_policy.param_dtype or own
-        reduce = group.mp_policy.reduce_dtype or compute
+        compute, reduce = _dtypes_of(group)
         return Unit(
             index=place.index,
             name=place.path,
@@ -89,10 +89,12 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         )
 
     def _nbytes(self, group: ParamGroup, unit: Unit) -> tuple[int, int]:
-        numels = [math.prod(param.padded_sharded_param_size) for param in group.fsdp_params]
-        sizes = (param.sharded_param.dtype.itemsize for param in group.fsdp_params)
-        shard = sum(numel * size for numel, size in zip(numels, sizes, strict=True))
-        return shard, sum(numels) * unit.shard_size * unit.compute_itemsize
+        shard = full = 0
+        for param in group.fsdp_params:
+            numel = math.prod(param.padded_sharded_param_size)
+            shard += numel * param.sharded_param.dtype.itemsize
+            full += numel * _torch.dtypes_of(param)[0].itemsize
+        return shard, full * unit.shard_size
 
     def _policy(self, group: ParamGroup) -> bool | int:
         after = group.post_forward_mesh_info
@@ -185,7 +187,8 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             return original(group)
         probe.event(Kind.RESHARD, Edge.INSTANT, known.index)
         result = original(group)
-        known.free_full()
+        if not _torch.keeps_full(group):
+            known.free_full()
         return result
 
     # ---- backward
@@ -248,6 +251,18 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
 def _grads_nbytes(group: ParamGroup) -> int:
     return sum(grad.nbytes for param in group.fsdp_params for grad in _torch.full_grads_of(param))
+
+
+def _dtypes_of(group: ParamGroup) -> tuple[torch.dtype, torch.dtype]:
+    """Return the widest dtype of forward and backward of a group's parameters, and that of their reduction."""
+    pairs = [(_torch.dtypes_of(param), param.sharded_param.requires_grad) for param in group.fsdp_params]
+    computes = [compute for (compute, _), _ in pairs]
+    reduces = [reduce for (_, reduce), is_trainable in pairs if is_trainable] or [reduce for (_, reduce), _ in pairs]
+    return max(computes, key=_width), max(reduces, key=_width)
+
+
+def _width(dtype: torch.dtype) -> tuple[bool, int]:
+    return dtype.is_floating_point, dtype.itemsize
 
 
 def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:

@@ -230,9 +230,9 @@ class TorchUnits(ABC, Generic[Group]):
         return result
 
     @staticmethod
-    def _end_of_backward(original: Original, *args: Any) -> Any:  # noqa: ANN401 - as the original
+    def _end_of_backward(original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
         """Call the function that ends the backward of a whole model."""
-        result = original(*args)
+        result = original(*args, **kwargs)
         probe.phase(Phase.IDLE)
         return result
 
