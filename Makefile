@@ -14,7 +14,7 @@ TORCH_INDEX ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
 BENCH_FLAGS ?=
 FAULT_FLAGS ?=
-TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' binder/requirements.txt)# the default, also of Binder
+TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' $(dir $(firstword $(MAKEFILE_LIST)))binder/requirements.txt)# the default, also of Binder
 OTHER_TORCH := 2.13.0 2.14.1# the others that are tested, the oldest first
 
 # What depends on torch's version, for the other two: what the engine takes from torch's inside; its numbers, names and

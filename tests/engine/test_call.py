@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.both_engines import APIS, SAME, double_net, newer_torch, one_batch, train_all
+from tests.helpers.both_engines import APIS, SAME, double_net, one_batch, train_all
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import average_grads
 from tests.helpers.small_models import Block, Net, batch, loss_of
@@ -145,7 +145,6 @@ def containers(make: Callable[[], nn.Module]) -> None:
     train_all(make, shard, run, 2)
 
 
-@newer_torch
 @pytest.mark.parametrize("make", [make_chain, make_named])
 def test_a_container_with_a_forward_of_its_own_is_a_module_like_any(make):
     run_ranks(2, containers, make)

@@ -11,16 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.helpers.both_engines import (
-    APIS,
-    CLOSE,
-    NEWER_APIS,
-    double_net,
-    one_batch,
-    shard_net_with,
-    train_all,
-    units_below,
-)
+from tests.helpers.both_engines import APIS, CLOSE, double_net, one_batch, shard_net_with, train_all, units_below
 from tests.helpers.expected_sizes import BLOCK_SHAPES, FP32, NET, ROOT_SHAPES, UNITS, slots
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import assert_same_shards, average_grads
@@ -102,7 +93,7 @@ def with_buffers(num_buffers: int) -> tuple[int, list[torch.Tensor]]:
     def shard(api: ModuleType, model: nn.Module) -> None:
         shard_net_with(api, model).set_reduce_scatter_max_input_buffers(num_buffers)
 
-    record = train_all(lambda: double_net(num_blocks=5), shard, apis=NEWER_APIS)
+    record = train_all(lambda: double_net(num_blocks=5), shard)
     model = shard_net_with(engine, make_net(num_blocks=5))
     model.set_reduce_scatter_max_input_buffers(num_buffers)
     one_batch(model, 0)

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.both_engines import newer_torch
 from tests.helpers.forked_ranks import run_cases, run_ranks
 from tests.helpers.huggingface_models import batch, blocks, loss_of, make, shard, transformers
 from tests.helpers.parity import assert_same_shards, average_grads
@@ -191,7 +190,6 @@ def experts_of_their_own() -> list[list[bool]]:
     return used
 
 
-@newer_torch
 @pytest.mark.filterwarnings(VIEWS)
 def test_experts_used_on_some_ranks_count_as_zero_on_the_others():
     used = run_ranks(2, experts_of_their_own)

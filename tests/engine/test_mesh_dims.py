@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.helpers.both_engines import APIS, newer_torch
+from tests.helpers.both_engines import APIS
 from tests.helpers.forked_ranks import on_one_rank, run_ranks
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import adamw
@@ -123,7 +123,6 @@ def beside_torchs(case: str) -> None:
         torch.testing.assert_close(a.full_tensor(), p)
 
 
-@newer_torch
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")  # CommDebugMode's, from its module hooks
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 @pytest.mark.parametrize("case", quick(MESHES, ["one axis", "hybrid", "replicas alone"]))
@@ -178,7 +177,6 @@ def test_impossible_meshes_are_refused():
     assert type(model) is nn.Sequential
 
 
-@newer_torch
 def test_the_names_are_given_as_torchs():
     ours, theirs = (inspect.signature(api.DataParallelMeshDims) for api in APIS)
     assert [(p.name, p.kind, p.default) for p in ours.parameters.values()] == [
@@ -254,7 +252,6 @@ def as_torchtitan() -> None:
 
 
 @pytest.mark.thorough
-@newer_torch
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")  # of torch's engine
 def test_the_calls_of_torchtitan_train_as_with_torchs_engine():
     run_ranks(4, as_torchtitan)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.both_engines import APIS, NEWER_APIS, SAME, shard_net_with
+from tests.helpers.both_engines import APIS, SAME, shard_net_with
 from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import assert_same_shards
@@ -316,7 +316,7 @@ def grouped(api: ModuleType, output: torch.dtype | None) -> list[object]:
     return [model.a.seen, model.b.seen, out.dtype]
 
 
-@pytest.mark.parametrize("api", NEWER_APIS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("output", [None, F32])
 def test_modules_of_a_list_are_cast_one_by_one(api, output):
     expected = [[BF16, [], {}], [BF16, [], {"extra": [BF16]}], output or BF16]

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.both_engines import APIS, IS_OLDER_TORCH, SAME
+from tests.helpers.both_engines import APIS, SAME
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block
@@ -30,13 +30,7 @@ from tests.helpers.unsharded_copy import DIM
 
 BATCH, MICRO_BATCHES, STEPS = 8, 4, 3
 SINGLE = (ScheduleGPipe, Schedule1F1B)  # one stage per rank; the others have two
-ZERO_BUBBLE = (
-    ScheduleInterleavedZeroBubble,
-    pytest.param(
-        ScheduleZBVZeroBubble,
-        marks=pytest.mark.skipif(IS_OLDER_TORCH, reason="before torch 2.13 its stages cannot be set up over gloo"),
-    ),
-)
+ZERO_BUBBLE = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble)
 
 
 class Collectives(TorchDispatchMode):

@@ -166,11 +166,6 @@ def test_a_kept_rank_is_reset():
     assert pids() == stays
 
 
-forgets_meshes = pytest.mark.skipif(
-    torch.__version__ < "2.13", reason="older DTensor keeps meshes that it has worked on, so ranks are forked anew"
-)
-
-
 def learn(shape: tuple[int, ...]) -> list[object]:
     """Run DTensor operations on a mesh; return the sum and the ranks of the result's mesh."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
@@ -180,7 +175,6 @@ def learn(shape: tuple[int, ...]) -> list[object]:
     return [total.full_tensor().item(), dist.get_process_group_ranks(mesh.get_group(0))]
 
 
-@forgets_meshes
 def test_dtensor_caches_refer_to_no_earlier_process_group():
     stays = pids(4)
     fresh = run_ranks(4, learn, (2, 2), fresh=True)
@@ -206,7 +200,6 @@ def train_and_leave_nothing() -> None:
     model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
 
 
-@forgets_meshes
 def test_a_trained_model_lets_the_ranks_stay():
     stays = pids()
     run_ranks(2, train_and_leave_nothing)

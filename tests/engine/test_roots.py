@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from tests.helpers.both_engines import (
     APIS,
     CLOSE,
-    NEWER_APIS,
     call_setter,
     double_net,
     one_batch,
@@ -181,7 +180,7 @@ def break_off(model: Net, where: str) -> None:
 def broken_off(where: str, with_lists: bool) -> dict[Category, int]:
     plain = double_net(num_blocks=3)
     with recording() as record:
-        models = [shard_net_with(api, copy.deepcopy(plain)) for api in NEWER_APIS]
+        models = [shard_net_with(api, copy.deepcopy(plain)) for api in APIS]
         for step in range(4):
             for model in models:
                 if with_lists:

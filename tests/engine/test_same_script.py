@@ -13,12 +13,11 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.helpers.both_engines import APIS, NEWER_APIS, train_all
+from tests.helpers.both_engines import APIS, train_all
 from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulating
 from tests.helpers.unsharded_copy import DIM, blocks, compare, data, shard_each, squares
 from workbench import engine
 from workbench.engine import fully_shard
-from workbench.engine._torch import c10d_all_gather
 from workbench.events import Kind
 from workbench.ports import LOOPBACK, reserved_port
 
@@ -298,7 +297,7 @@ def one_step(model: nn.Module, step: int) -> None:
 
 
 def quantised() -> dict[str, object]:
-    record = train_all(make_quantised, shard_with, one_step, apis=NEWER_APIS)
+    record = train_all(make_quantised, shard_with, one_step)
     return {
         "gathers": record.count(Kind.ALL_GATHER),
         "reductions": record.count(Kind.REDUCE_SCATTER),
@@ -348,7 +347,7 @@ def own_comm(api: ModuleType) -> list[str]:
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False) -> object:
             seen.add(str(output_tensor.dtype))
-            return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
+            return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
     model = make_quantised()
     api.fully_shard(model)

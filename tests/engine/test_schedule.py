@@ -24,7 +24,6 @@ from tests.helpers.recording_probe import ROOT, Recording, recording
 from tests.helpers.small_models import Net, batch, loss_of, make_net
 from tests.helpers.unsharded_copy import DIM
 from workbench import engine
-from workbench.engine._torch import c10d_reduce_scatter
 from workbench.events import Category, Edge, Kind
 
 # ---- a smaller mesh after forward
@@ -190,7 +189,7 @@ class OwnAllGather(Allocates):
 class OwnReduceScatter(Allocates):
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self.called.append((output_tensor.numel(), input_tensor.numel()))
-        return c10d_reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class SyncAllGather(OwnAllGather):

@@ -12,14 +12,12 @@ from torch.distributed import fsdp
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers import huggingface_models
-from tests.helpers.both_engines import newer_torch
 from tests.helpers.forked_ranks import run_ranks
 from workbench import engine
 from workbench.ports import LOOPBACK
 
 NAMES = ("FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "fully_shard")
 pytestmark = [
-    newer_torch,
     # CommDebugMode's, from its module hooks
     pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning"),
     pytest.mark.filterwarnings("ignore:For backward hooks to be called:UserWarning"),

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.both_engines import NEWER_APIS
+from tests.helpers.both_engines import APIS
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import assert_same_shards, average_grads
 from tests.helpers.recording_probe import recording
@@ -66,7 +66,7 @@ def average_with_zeros(model: nn.Module) -> None:
 
 def counted_as_zero(accumulate: bool) -> None:
     plain = make()
-    both = [api.fully_shard(copy.deepcopy(plain)) for api in NEWER_APIS]
+    both = [api.fully_shard(copy.deepcopy(plain)) for api in APIS]
     experts = [0, dist.get_rank()] if accumulate else [dist.get_rank()]
     for sharded in both:
         sharded.set_reduce_scatter_unused_params(True)

@@ -10,8 +10,6 @@ from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
-import pytest
-import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
@@ -23,10 +21,6 @@ from tests.helpers.small_models import Net, make_net
 from workbench import engine
 
 APIS = (engine, fsdp)
-IS_OLDER_TORCH = torch.__version__ < "2.13"
-"""Older versions of torch's own engine lack some features that ours has."""
-NEWER_APIS = APIS[:1] if IS_OLDER_TORCH else APIS
-newer_torch = pytest.mark.skipif(IS_OLDER_TORCH, reason="torch's own engine has nothing to compare with before 2.13")
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}  # float64: the remaining difference is the order of summation
 SAME = {"rtol": 0.0, "atol": 0.0}
 

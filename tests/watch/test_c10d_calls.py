@@ -18,7 +18,6 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
-from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
 from workbench.runtime.recorder import Recorder
 from workbench.trace.begin_end import partners
@@ -36,11 +35,11 @@ def every_call():
     dist.all_reduce(FOUR.clone())
     dist.reduce(FOUR.clone(), 0)
     dist.all_gather(parts, FOUR)
-    c10d_all_gather()(torch.empty(4 * size), FOUR)
+    dist.all_gather_single(torch.empty(4 * size), FOUR)
     dist.gather(FOUR, parts if rank == 0 else None)
     dist.scatter(torch.empty(4), parts if rank == 0 else None)
     dist.reduce_scatter(torch.empty(4), parts)
-    c10d_reduce_scatter()(torch.empty(4 // size), torch.ones(4))
+    dist.reduce_scatter_single(torch.empty(4 // size), torch.ones(4))
     dist.all_to_all_single(torch.empty(4), FOUR)
     dist.barrier()
     if rank == 0:
@@ -123,7 +122,7 @@ def test_calls_between_two_ranks_are_numbered_in_each_direction_of_each_group():
 
 def asynchronous():
     work = dist.all_reduce(torch.ones(1 << 18), async_op=True)
-    other = c10d_all_gather()(torch.empty(8), FOUR, async_op=True)
+    other = dist.all_gather_single(torch.empty(8), FOUR, async_op=True)
     other.wait()
     work.wait()
     dropped = dist.all_reduce(torch.ones(1), async_op=True)
@@ -289,7 +288,7 @@ def test_whether_all_collectives_are_seen_is_known():
 
 def refused():
     with pytest.raises((ValueError, RuntimeError)):
-        c10d_all_gather()(torch.empty(3), FOUR)
+        dist.all_gather_single(torch.empty(3), FOUR)
     dist.barrier()
 
 

@@ -24,7 +24,7 @@ To follow one all-gather from hook to wire, read ``fsdp_state.py`` (hooks), ``pa
 from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
-from workbench.engine.fsdp_module import FSDPModule, UnshardHandle
+from workbench.engine.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
 from workbench.engine.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from workbench.engine.process_groups import rebuild_all as rebuild_groups
@@ -42,6 +42,7 @@ __all__ = [
     "DefaultReduceScatter",
     "FSDPMeshInfo",
     "FSDPModule",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -47,16 +47,6 @@ if untried():
     warnings.warn(untried(), stacklevel=2)
 
 
-def c10d_all_gather() -> Callable[..., dist.Work | None]:
-    """Return c10d's all-gather into one tensor; torch before 2.13 has another name for it."""
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def c10d_reduce_scatter() -> Callable[..., dist.Work | None]:
-    """Return c10d's reduce-scatter of one tensor; torch before 2.13 has another name for it."""
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the current backward pass.
 
@@ -332,8 +322,8 @@ def is_replicated(module: nn.Module) -> bool:
 def tell_pipelining(kind: type[object], state_of: Callable[[nn.Module], object]) -> None:
     """Make ``torch.distributed.pipelining``, if imported, treat modules of ``kind`` as torch's FSDP modules.
 
-    It unshards, reshards and reduces FSDP modules itself, once a step. It reads a stage's state, and from that
-    ``_state_ctx.all_states``, their ``_fsdp_param_groups`` and ``_root_post_backward_final_callback``.
+    It unshards, reshards and reduces FSDP modules itself, once a step. Before torch 2.15 it does so through a stage's
+    state: ``_state_ctx.all_states``, their ``_fsdp_param_groups`` and ``_root_post_backward_final_callback``.
 
     Args:
         kind: the class mixed into the modules.
@@ -343,8 +333,9 @@ def tell_pipelining(kind: type[object], state_of: Callable[[nn.Module], object])
     stage, schedules = (cast("Any", sys.modules.get(f"torch.distributed.pipelining.{name}")) for name in names)
     if stage is None or schedules is None or issubclass(kind, stage.FSDPModule):
         return
-    theirs = stage.fully_shard
-    stage.fully_shard = SimpleNamespace(state=lambda module: state_of(module) or theirs.state(module))
+    theirs = getattr(stage, "fully_shard", None)
+    if theirs is not None:
+        stage.fully_shard = SimpleNamespace(state=lambda module: state_of(module) or theirs.state(module))
     stage.FSDPModule = schedules.FSDPModule = (stage.FSDPModule, kind)
 
 
@@ -382,7 +373,7 @@ def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> No
 def forbid_reading(tensor: torch.Tensor, reason: str) -> None:
     """Make every read of ``tensor``, or of a tensor that shares its storage, raise RuntimeError with ``reason``.
 
-    Works in CUDA builds from torch 2.12 on; a no-op elsewhere.
+    Works in CUDA builds; a no-op elsewhere.
     """
     if _can_forbid:
         torch._C._set_storage_data_ptr_access_error_msg(tensor.untyped_storage()._cdata, reason)
@@ -483,18 +474,17 @@ def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist
     """
     of_default = distributed_c10d._world.pg_map[distributed_c10d._get_default_group()][0]
     backend = dist.BackendConfig(dist.Backend(of_default)).get_device_backend_map().get(device_type, of_default)
-    group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(  # type: ignore[no-untyped-call,unused-ignore]
+    group, _ = distributed_c10d._new_process_group_helper(
         len(ranks),
         ranks.index(dist.get_rank()),
         list(ranks),
         backend,
         default_store(),
         name,  # type: ignore[arg-type]
-        timeout=distributed_c10d._get_default_timeout(backend),  # type: ignore[arg-type]
+        timeout=distributed_c10d._get_default_timeout(backend),
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
-    return group
+    return cast("dist.ProcessGroup", group)
 
 
 class GradScalerWithFlags(GradScaler):

@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import c10d_all_gather, c10d_reduce_scatter, group_allocator
+from workbench.engine._torch import group_allocator
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.collective_order import Collective
 from workbench.engine.probe import BufferHandle
@@ -178,7 +178,7 @@ class DefaultAllGather(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`AllGather`."""
-        return c10d_all_gather()(output_tensor, input_tensor, group=group, async_op=async_op)
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class DefaultReduceScatter(Allocator):
@@ -193,7 +193,7 @@ class DefaultReduceScatter(Allocator):
         async_op: bool = False,
     ) -> AsyncWork | None:
         """See :class:`ReduceScatter`."""
-        return c10d_reduce_scatter()(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def all_reduce_in_place(

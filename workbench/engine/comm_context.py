@@ -43,6 +43,7 @@ class FSDPCommContext:
         streams: streams for the work, and the waits between them.
         post_forward_order: states of this iteration whose backward is pending, in the order their forwards ended.
         recorded: forwards whose backward may still run, even after the iteration's end (pipeline order).
+        finalization: handle of a root's ``finalize_backward`` until its reductions were waited for; else None.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -54,6 +55,14 @@ class FSDPCommContext:
         self.reductions = ReductionQueue(self.streams)
         self.post_forward_order: list[Any] = []
         self.recorded: weakref.WeakSet[RecordedForward] = weakref.WeakSet()
+        self.finalization: object = None
+
+    def check_no_finalization(self, what: str) -> None:
+        """Raise RuntimeError if the reductions of a ``finalize_backward`` have yet to be waited for."""
+        if self.finalization is not None:
+            raise RuntimeError(
+                f"{what}: first call wait() of the handle that finalize_backward(async_op=True) returned"
+            )
 
     @unrecorded
     def choose_comms(self, units: Sequence[CommUser]) -> None:
@@ -84,3 +93,4 @@ class FSDPCommContext:
         self.post_forward_order.clear()
         self.recorded.clear()
         self.reductions.abandon()
+        self.finalization = None

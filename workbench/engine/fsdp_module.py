@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from torch import nn
 
 from workbench.engine.comm import AllGather, ReduceScatter
-from workbench.engine.fsdp_state import FSDPState, state_of, states_below, units_of
+from workbench.engine.fsdp_state import FSDPState, RootContext, state_of, states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
 
 
@@ -32,6 +32,26 @@ class UnshardHandle:
             unit.wait_for_unshard()
         for unit in self._units:  # perhaps no reduction follows, and the shards may be written next
             unit.comm_ctx.comms.wait_for_readers()
+
+
+class GradientReductionHandle:
+    """Handle returned by ``finalize_backward(async_op=True)``."""
+
+    def __init__(self, root: RootContext | None) -> None:
+        self._root = root
+
+    def wait(self) -> None:
+        """Wait until the gradients are reduced; no-op from the second call on.
+
+        Raises:
+            StepAborted: the wait was cancelled.
+            CollectiveFailed: a peer died or left.
+            RanksDisagreeError: ranks issue different collectives.
+            RuntimeError: ``reset_iter_state`` was called since.
+        """
+        if self._root is not None:
+            self._root.wait_for_reductions(self)
+            self._root = None
 
 
 class FSDPModule:
@@ -82,6 +102,51 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set whether the next backward ends the iteration, or more micro-batches follow; call it on the root."""
         self._get_fsdp_state().root_ctx.is_last_backward = _flag(is_last_backward, "set_is_last_backward")
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether :meth:`finalize_backward` ends the iteration, not the last backward; call it on the root.
+
+        It takes the place of :meth:`set_is_last_backward`. The settings of synchronisation and resharding apply.
+
+        Raises:
+            RuntimeError: this is not the root; a backward of this iteration has begun with the other setting.
+        """
+        _flag(enabled, "set_manual_backward_finalization")
+        self._root_context("set_manual_backward_finalization").set_ends_manually(enabled)
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[False] = ...) -> None: ...
+
+    @overload
+    def finalize_backward(self, *, async_op: Literal[True]) -> GradientReductionHandle: ...
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients and reshard, as the settings are now, after all backwards of the iteration.
+
+        Call it on the root, after :meth:`set_manual_backward_finalization`. No-op before the first forward.
+
+        Args:
+            async_op: only start the reductions and return a handle to wait with, before gradients are used or another
+                forward.
+
+        Raises:
+            RuntimeError: this is not the root; finalization is not manual; a backward runs or has raised; the handle
+                of another call, on a root that shares communication with this one, was not waited for.
+        """
+        root = self._root_context("finalize_backward")
+        handle = GradientReductionHandle(root if root.states else None)
+        if root.states:
+            root.finalize_backward(handle)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _root_context(self, what: str) -> RootContext:
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(f"call {what} on the root, not on a {type(self).__name__} inside it")
+        return state.root_ctx
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to free full parameters between forward and backward, from the next forward on.

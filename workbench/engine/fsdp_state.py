@@ -182,6 +182,8 @@ class FSDPState:
         units = units_of(states)
         ran = [m for state in states if state is not self and state.is_root is not None for m in state.modules]
         root_checks.check_tree(type(self.modules[0]).__name__, ran, units, names)
+        if any(state.root_ctx.ends_manually for state in states if state is not self):
+            raise RuntimeError(f"call set_manual_backward_finalization on the root, {type(self.modules[0]).__name__}")
         root_checks.check_not_tied(units, names)
         self._name_units(states, names)
         root_checks.check_no_meta(units)
@@ -233,6 +235,7 @@ class FSDPState:
                 "vmap ...): transform plain functions or modules inside it, use torch.autograd on its outputs, or "
                 f"undo it with {self.undone_by}"
             )
+        self.comm_ctx.check_no_finalization("forward")
         if self.root_ctx.final_callback_queued and not is_in_backward():
             self.root_ctx.end_failed_backward(self.comm_ctx)
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -323,7 +326,7 @@ class FSDPState:
         found = differentiable_in((args, kwargs))
         if not found:
             return args, kwargs
-        outputs = RegisterPostBackwardFunction.apply(self, *found)  # type: ignore[no-untyped-call]
+        outputs = RegisterPostBackwardFunction.apply(self, *found)
         hooked: dict[int, torch.Tensor] = {id(tensor): output for tensor, output in zip(found, outputs, strict=True)}
 
         def put(tensor: torch.Tensor) -> torch.Tensor:
@@ -630,6 +633,7 @@ class RootContext:
     Attributes:
         states: every call in the tree, parents first.
         is_last_backward: the next backward ends the iteration (False: more micro-batches follow).
+        ends_manually: :meth:`finalize_backward` ends the iteration, not the last backward.
         final_callback_queued: the current backward pass already has its end-of-backward callback.
         forward_failed: the last forward of the model raised.
         raised_in: index of the innermost unit whose forward raised; NO_UNIT if none did.
@@ -639,6 +643,8 @@ class RootContext:
     def __init__(self) -> None:
         self.states: tuple[FSDPState, ...] = ()
         self.is_last_backward = True
+        self.ends_manually = False
+        self._ends_manually: bool | None = None  # the same for this iteration; None until its first backward
         self.final_callback_queued = False
         self.forward_failed = False
         self.raised_in = probe.NO_UNIT
@@ -692,6 +698,8 @@ class RootContext:
         """Queue :meth:`end_of_backward` for the end of the current backward pass."""
         if not self.final_callback_queued:
             self.final_callback_queued = True
+            if self._ends_manually is None:
+                self._ends_manually = self.ends_manually
             queue_backward_final_callback(self.end_of_backward)
 
     def end_failed_forward(self) -> None:
@@ -732,15 +740,24 @@ class RootContext:
 
     def end_of_backward(self) -> None:
         """Finish every unit of the tree, including those without hooked inputs and those that did not run."""
-        ctx = self.states[0].comm_ctx
         for state in self.states:
             state.training_state = TrainingState.IDLE
+        is_manual = bool(self._ends_manually)
         for unit in reversed(units_of(self.states)):
-            if unit.training_state is TrainingState.PRE_BACKWARD or unit.owes_reduction:
+            if is_manual and unit.sync.reduce_grads:
+                unit.leave_backward()
+            elif unit.training_state is TrainingState.PRE_BACKWARD or unit.owes_reduction:
                 unit.post_backward()
-            if self.is_last_backward:
+            if self.is_last_backward and not is_manual:
                 unit.finalize_backward()
             unit.training_state = TrainingState.IDLE
+        if not is_manual:
+            self._finish_reductions(ends_iteration=self.is_last_backward)
+        self.final_callback_queued = False  # only now: if a line above raises, the backward counts as failed
+        probe.phase(Phase.IDLE)
+
+    def _finish_reductions(self, *, ends_iteration: bool) -> None:
+        ctx = self.states[0].comm_ctx
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
         ctx.join(all_streams=True)
@@ -749,11 +766,64 @@ class RootContext:
             ctx.comms.empty()
         for unit in units_of(self.states):
             unit.wait_for_host()
-        if self.is_last_backward:
+        if ends_iteration:
+            self._ends_manually = None
             self.forget_forwards(ctx)
             self.end_iteration()
-        self.final_callback_queued = False  # only now: if a line above raises, the backward counts as failed
+
+    # ---- an iteration that the caller ends
+
+    def set_ends_manually(self, enabled: bool) -> None:
+        """Set whether :meth:`finalize_backward` ends the iteration.
+
+        Raises:
+            RuntimeError: a backward of this iteration has begun with the other setting.
+        """
+        if self._ends_manually not in (None, enabled):
+            raise RuntimeError(
+                "set_manual_backward_finalization: a backward of this iteration has begun with "
+                f"{self._ends_manually}; change it after finalize_backward() or reset_iter_state()"
+            )
+        self.ends_manually = enabled
+
+    def finalize_backward(self, handle: object) -> None:
+        """Reshard as the units' policies are and start the reductions that manual finalization postponed.
+
+        Args:
+            handle: passed to :meth:`wait_for_reductions` later.
+
+        Raises:
+            RuntimeError: finalization is not manual; a backward runs or has raised; see :meth:`check_no_finalization`.
+        """
+        ctx = self.states[0].comm_ctx
+        ctx.check_no_finalization("finalize_backward")
+        is_manual = self.ends_manually if self._ends_manually is None else self._ends_manually
+        if not is_manual:
+            raise RuntimeError(
+                "finalize_backward: backward ends by itself; call set_manual_backward_finalization(True) before forward"
+            )
+        if self.final_callback_queued:
+            raise RuntimeError(
+                "finalize_backward: a backward still runs, or has raised; call it after backward, or reset_iter_state()"
+            )
+        ctx.finalization = handle
+        for unit in reversed(units_of(self.states)):
+            if unit.owes_reduction:
+                unit.post_backward()
+            unit.finalize_backward()
         probe.phase(Phase.IDLE)
+
+    def wait_for_reductions(self, handle: object) -> None:
+        """Wait for the reductions of :meth:`finalize_backward` and end the iteration.
+
+        Raises:
+            RuntimeError: the iteration was reset since.
+        """
+        ctx = self.states[0].comm_ctx
+        if ctx.finalization is not handle:
+            raise RuntimeError("the iteration was reset since finalize_backward: its gradients were dropped")
+        self._finish_reductions(ends_iteration=True)
+        ctx.finalization = None
 
     def forget_forwards(self, ctx: FSDPCommContext) -> None:
         """Clear the forward order at the end of an iteration."""
@@ -767,6 +837,7 @@ class RootContext:
             state.reset()
         ctx.abandon()
         self.is_last_backward = True
+        self._ends_manually = None
         self.final_callback_queued = self.forward_failed = False
         self._last_forwards, self._forwards = [], []  # they may differ between ranks now
 

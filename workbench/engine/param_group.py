@@ -536,6 +536,13 @@ class FSDPParamGroup:
         self._rest()
         self.training_state = TrainingState.IDLE
 
+    def leave_backward(self) -> None:
+        """End the unit's backward; its gradients, if any, wait for a later :meth:`post_backward`."""
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            probe.event(Kind.BACKWARD, Edge.END, self.index)
+            self._account_grads()
+            self._rest()
+
     def _rest(self) -> None:
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_rest()

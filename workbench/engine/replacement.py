@@ -284,4 +284,5 @@ def _carry_root_settings(old: FSDPState, new: FSDPState) -> None:
     if old.is_root is not None:
         new.lazy_init()
     new.root_ctx.is_last_backward = old.root_ctx.is_last_backward
+    new.root_ctx.ends_manually = old.root_ctx.ends_manually
     new.root_ctx.post_optim_event = old.root_ctx.post_optim_event

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_sharded_data_parallel as their_module
 from torch.distributed.fsdp import wrap as their_policies
 
 from tests.helpers import huggingface_models
-from tests.helpers.both_engines import newer_torch
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import (
     FROZEN_BESIDE_TRAINED,
@@ -37,7 +36,6 @@ TORCHS = {
     for name in NAMES
     if hasattr(module, name) and hasattr(ours, name)
 }
-pytestmark = newer_torch
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from workbench.engine._torch import c10d_reduce_scatter
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import AsyncWork
 from workbench.engine.comm import Allocator
@@ -121,7 +120,7 @@ def reduce_scatter_hook(state: DefaultState, grad: torch.Tensor, output: torch.T
             f"one part for each rank, got {grad.numel()}; pad it"
         )
     _divide(grad, state.gradient_predivide_factor)
-    work = c10d_reduce_scatter()(output, grad, op=dist.ReduceOp.SUM, group=state.process_group, async_op=True)
+    work = dist.reduce_scatter_single(output, grad, op=dist.ReduceOp.SUM, group=state.process_group, async_op=True)
     _wait(work, output.device, state.process_group, "reduce-scatter of a communication hook")
     _divide(output, state.gradient_postdivide_factor)
 
