@@ -1,0 +1,22 @@
+"""The loss is multiplied by the number of ranks, as if gradients were not averaged."""
+
+import torch
+from common import TinyLM, lm_loss, shard, start, tokens
+from torch.distributed.fsdp import fully_shard
+
+rank, world = start()
+model = shard(TinyLM(depth=2), fully_shard)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+count = 0
+
+
+def train_step():
+    global count
+    loss = lm_loss(model, tokens(count, rank))
+    loss.backward()
+    for p in model.parameters():
+        p.grad.mul_(world)  # <- here
+    optimizer.step()
+    optimizer.zero_grad()
+    count += 1
+    return loss
