@@ -7,21 +7,18 @@ from torch.distributed.fsdp import fully_shard
 rank, world = start()
 model = shard(TinyLM(depth=2), fully_shard)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-turn = 0
 ACCUMULATE = 2
 
 
 def train_step():
-    global turn
     total = 0.0
     for i in range(ACCUMULATE):
         model.set_requires_gradient_sync(i == ACCUMULATE)  # <- here
-        loss = lm_loss(model, tokens(ACCUMULATE * turn + i, rank)) / ACCUMULATE
+        loss = lm_loss(model, tokens(i, rank)) / ACCUMULATE
         loss.backward()
         total += loss.item()
     optimizer.step()
     optimizer.zero_grad()
-    turn += 1
     return total
 
 
