@@ -22,6 +22,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from bench.verdict_page import confusion, html_page, html_table
 from workbench import Workbench
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.protocol.fault_kinds import KINDS
@@ -294,21 +295,7 @@ def table(found: Sequence[FaultRun]) -> list[list[str]]:
 def figure(found: Sequence[FaultRun]) -> go.Figure:
     """Return the confusion matrix: faults by primary verdicts, in runs."""
     asked = [run for run in found if not run.refused]
-    counts = Counter((run.fault, run.primary) for run in asked)
-    faults = list(dict.fromkeys(run.fault for run in asked))
-    rules = list(dict.fromkeys(run.primary for run in asked))
-    values = [[counts[fault, rule] for rule in rules] for fault in faults]
-    colours = [[0, "white"], [1e-9, "#dbe9f6"], [1, "#08519c"]]
-    heat = go.Heatmap(
-        x=rules, y=faults, z=values, colorscale=colours, showscale=False, xgap=1, ygap=1,
-        text=[[str(count or "") for count in row] for row in values], texttemplate="%{text}",
-        hovertemplate="%{y}<br>verdict: %{x}<br>%{z} runs<extra></extra>",
-    )  # fmt: skip
-    drawn = go.Figure(heat)
-    drawn.update_xaxes(side="top", tickangle=-40, automargin=True)
-    drawn.update_yaxes(autorange="reversed", automargin=True)
-    drawn.update_layout(template="plotly_white", height=110 + 34 * (len(faults) + 3), margin={"t": 150, "r": 60})
-    return drawn
+    return confusion(Counter((run.fault, run.primary) for run in asked))
 
 
 def page(found: Sequence[FaultRun], beside: Sequence[str]) -> str:
@@ -319,27 +306,18 @@ def page(found: Sequence[FaultRun], beside: Sequence[str]) -> str:
     rows = [[row[0], about.get(row[0], "training as it should be: no verdict"), *row[1:]] for row in table(found)]
     stalls = dict.fromkeys((run.fault, run.engine, run.verdicts[0].text if run.verdicts else "", run.recorder)
                            for run in found if run.recorder)  # fmt: skip
-    return "\n".join(
+    return html_page(
+        "Faults and verdicts",
+        f"{total}. Each fault is injected into the training of a small model, and every instrument is asked; the first "
+        "verdict counts.",
         [
-            "<!doctype html><html lang='en'><meta charset='utf-8'><title>Faults and verdicts</title>",
-            "<style>body{font:15px system-ui,sans-serif;margin:2em auto;max-width:1200px;color:#222;background:#fff}"
-            "table{border-collapse:collapse}td,th{text-align:left;padding:.3em .8em;border-bottom:1px solid #ddd;"
-            "vertical-align:top}</style>",
-            f"<h1>Faults and verdicts</h1><p>{html.escape(total)}. Each fault is injected into the training of a small "
-            "model, and every instrument is asked; the first verdict counts.</p>",
             figure(found).to_html(full_html=False, include_plotlyjs=True),
-            _html_table(["fault", "what it does", "named", "other verdicts", "not asked"], rows),
+            html_table(["fault", "what it does", "named", "other verdicts", "not asked"], rows),
             "<h2>Beside it: other tools on the same runs</h2>",
             *(f"<p>{html.escape(line)}</p>" for line in beside),
-            _html_table(["fault", "engine", "workbench", "torch's Flight Recorder analysis"], stalls) if stalls else "",
-            "</html>",
-        ]
+            html_table(["fault", "engine", "workbench", "torch's Flight Recorder analysis"], stalls) if stalls else "",
+        ],
     )
-
-
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]] | dict[tuple[str, ...], None]) -> str:
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
 
 
 BESIDE = (
