@@ -1,4 +1,4 @@
-# make demo | lint | check | test | test-torch | coverage | mutants | lab | bench | bench-check | faults | clean. Each makes what it needs, once; see CONTRIBUTING.md.
+# make demo | lint | check | test | test-torch | coverage | mutants | lab | bench | bench-check | faults | field | clean. Each makes what it needs, once; see CONTRIBUTING.md.
 #
 #   PYTHON       the interpreter that makes the environment (3.11 or newer)
 #   TORCH_INDEX  package index for torch alone, for example https://download.pytorch.org/whl/cpu;
@@ -6,6 +6,7 @@
 #   JOBS         files of tests that run at the same time, by default two more than cores, as tests wait for much, and at
 #                most 6; 0: one after the other, in this process
 #   FAULT_FLAGS  for faults, such as "--seeds 2 --ranks 2 --engines ours"
+#   FIELD_FLAGS  for field, such as "--only bad_label halo_recv_first --moments standing --jobs 4 --fork"
 #   BENCH_FLAGS  for the two benches, such as "--quick --cases 3.3M", for the first also "--only live trace"; "--help"
 #                lists them
 
@@ -14,6 +15,8 @@ TORCH_INDEX ?=
 JOBS ?= $(shell $(PYTHON) -c 'import os; print(min((os.cpu_count() or 1) + 2, 6))')
 BENCH_FLAGS ?=
 FAULT_FLAGS ?=
+FIELD_FLAGS ?=
+FIELD_PYTHON ?= $(BIN)/python# of the ranks: another environment's, for another torch
 TORCH := $(shell sed -n 's/^torch==\([0-9.]*\).*/\1/p' $(dir $(firstword $(MAKEFILE_LIST)))binder/requirements.txt)# the default, also of Binder
 OTHER_TORCH := 2.13.0 2.14.1# the others that are tested, the oldest first
 
@@ -46,7 +49,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 COLOUR := $(if $(CI),--color=no,)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo lint check test test-torch coverage mutants lab bench bench-check faults clean
+.PHONY: help demo lint check test test-torch coverage mutants lab bench bench-check faults field clean
 .PRECIOUS: .venv-torch-%/installed
 .DELETE_ON_ERROR:
 
@@ -64,6 +67,8 @@ help:
 	@echo "make bench-check  the comparison alone; fails where it is not as fast as it should be"
 	@echo "make faults       inject every fault of %fsdp fault 20 times on 2 and 4 ranks, and write which verdict each got to"
 	@echo "                  build/faults.html; fails where a fault was not named"
+	@echo "make field        run training scripts as strangers write them, and judge what where, verify and lint say of each:"
+	@echo "                  build/field.html; fails where a rank is wrongly accused, or too little is right; FIELD_PYTHON=..."
 	@echo "make clean        remove the environment and all that was made"
 
 demo: $(VENV)/installed
@@ -80,6 +85,9 @@ bench-check: $(VENV)/installed
 
 faults: $(VENV)/installed
 	@$(BIN)/python -m bench.faults $(FAULT_FLAGS)
+
+field: $(VENV)/installed
+	@$(BIN)/python -m bench.field --python $(FIELD_PYTHON) $(FIELD_FLAGS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
