@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import plotly.graph_objects as go
 
+from workbench.views import theme
+
 
 def confusion(counts: Mapping[tuple[str, str], int]) -> go.Figure:
     """Return the confusion matrix of runs by (what is wrong, what was said)."""
@@ -17,7 +19,7 @@ def confusion(counts: Mapping[tuple[str, str], int]) -> go.Figure:
         text=[[str(count or "") for count in row] for row in values], texttemplate="%{text}",
         hovertemplate="%{y}<br>verdict: %{x}<br>%{z} runs<extra></extra>",
     )  # fmt: skip
-    drawn = go.Figure(heat)
+    drawn = theme.Figure(heat)
     drawn.update_xaxes(side="top", tickangle=-40, automargin=True)
     drawn.update_yaxes(autorange="reversed", automargin=True)
     drawn.update_layout(template="plotly_white", height=110 + 34 * (len(rows) + 3), margin={"t": 150, "r": 60})

@@ -3,9 +3,11 @@ import json
 
 import nbformat.v4
 import plotly.graph_objects as go
+import plotly.io
 import pytest
 
-from tests.helpers.browser import figures, open_offline, titles_follow_the_width
+from tests.helpers.browser import OUTWARD, figures, mode_bars, open_offline, titles_follow_the_width
+from tests.helpers.jupyterlab import SHOTS
 from tests.helpers.simulated_job import example_trace
 from workbench.cluster.pending_replies import Output
 from workbench.notebook_page import to_page
@@ -84,6 +86,28 @@ def test_a_browser_without_network_draws_it(tmp_path, chromium):
         assert all(f["width"] > 300 and f["height"] > 200 and f["marks"] >= 3 for f in drawn)
         assert opened.outside == []
         assert opened.complaints == []
+
+
+@pytest.mark.browser
+def test_no_button_over_a_figure_leaves_the_page(tmp_path, chromium):
+    """Figures of ours and of others in a notebook, a figure as a page, and one written without its configuration."""
+    fig = draw("layout", example_trace())
+    shown = nbformat.v4.new_output("display_data", data=fig._repr_mimebundle_())
+    book = notebook()
+    book.cells.append(nbformat.v4.new_code_cell("%fsdp layout", outputs=[shown]))
+    pages = {"book": to_page(book, title="T"), "page": fig.to_html(), "bare": plotly.io.to_html(fig)}
+    for name, page in pages.items():
+        (tmp_path / "page.html").write_text(page, "utf-8")
+        with open_offline(chromium, tmp_path / "page.html") as opened:
+            figures(opened.page)
+            bars = mode_bars(opened.page)
+            SHOTS.mkdir(parents=True, exist_ok=True)
+            opened.page.locator(".plotly-graph-div").last.hover(position={"x": 40, "y": 40})
+            (SHOTS / f"mode_bar_{name}.png").write_bytes(opened.page.screenshot())
+        assert len(bars) == (3 if name == "book" else 1)
+        links = [title for bar in bars for title in bar if OUTWARD.search(title)]
+        assert len(links) == (name == "bare"), "the link to the site of plotly, where its configuration is not given"
+        assert all("Download plot as a PNG" in bar for bar in bars)
 
 
 @pytest.mark.browser

@@ -10,7 +10,7 @@ from nbconvert import HTMLExporter
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
-from workbench.views.theme import PLOTLY_MIME
+from workbench.views.theme import CONFIG, PLOTLY_MIME
 from workbench.widgets.js_bundle import STATIC, joined
 
 # widgets need a kernel, and nbconvert's rendering of their last state fetches its script from the network
@@ -67,6 +67,6 @@ def _without_kernel(output: NotebookNode) -> NotebookNode | None:
 
 def _figure_div(figure: dict[str, Any]) -> str:
     """Return a div that draws ``figure`` in a page that includes plotly.js."""
-    config = figure.get("config", {})
+    config = figure.get("config", {}) | CONFIG
     bare = {key: figure[key] for key in ("data", "layout", "frames") if key in figure}
     return str(plotly.io.to_html(bare, config=config, include_plotlyjs=False, full_html=False, validate=False))

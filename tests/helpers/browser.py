@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 PATIENCE_MS = 240_000
 """Timeout of one browser operation: long, as the machine may be busy."""
@@ -156,6 +157,16 @@ def figures(page: Page) -> list[dict[str, float]]:
     page.wait_for_function(f"() => ({_FIGURES})().every(({{marks}}) => marks > 0)")
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
     return page.evaluate(_FIGURES)
+
+
+OUTWARD = re.compile("share|cloud|chart studio|plotly", re.IGNORECASE)
+"""Title of a button that uploads a figure or leaves the page."""
+
+
+def mode_bars(page: Page | Locator) -> list[list[str]]:
+    """Return the titles of the buttons over each figure: ``[["Download plot as a PNG", ...], ...]``."""
+    titles = "(bars) => bars.map((bar) => [...bar.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title))"
+    return page.locator(".modebar-container").evaluate_all(titles)
 
 
 NARROW = {"width": 300, "height": 900}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.browser import OUTWARD, mode_bars
 from tests.helpers.built_panel import built_panel
 from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
@@ -59,6 +60,9 @@ def test_every_view_is_drawn(ran, name):
     ran.page.wait_for_function(IS_LARGE, arg=figure.element_handle())
     SHOTS.mkdir(parents=True, exist_ok=True)
     (SHOTS / f"lab_{name}.png").write_bytes(cell.screenshot())
+    (buttons,) = mode_bars(figure)
+    assert "Download plot as a PNG" in buttons
+    assert not [title for title in buttons if OUTWARD.search(title)]
 
 
 # for each text of a figure on the page: the text, its visible colour, and the colour behind it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -89,20 +90,33 @@ def test_a_notebook_draws_it_without_a_script_of_plotlys(name, talk):
     assert not display_formatter.ipython_display_formatter(draw(name, example_trace()))
 
 
+@every_view
+@pytest.mark.parametrize("talk", [False, True])
+def test_no_picture_offers_to_upload_itself_or_links_to_plotly(name, talk):
+    fig = draw(name, example_trace(), talk=talk)
+    page = re.escape('"displaylogo": false, "showSendToCloud": false')
+    assert fig._repr_mimebundle_()[theme.PLOTLY_MIME]["config"] == theme.CONFIG
+    assert re.search(page, fig.to_html(include_plotlyjs=False))
+    assert json.loads(fig.to_json())["layout"]["template"]["layout"]["modebar"]["remove"] == ["sendChartToCloud"]
+
+
 def test_a_figure_shown_explicitly_is_the_same_in_a_notebook(monkeypatch):
     renders = []
     monkeypatch.undo()
-    monkeypatch.setattr(pio, "show", lambda _, **options: renders.append(options["renderer"]))
+    monkeypatch.setattr(pio, "show", lambda _, **options: renders.append((options["renderer"], options["config"])))
     for default in ("plotly_mimetype+notebook", "browser"):
         monkeypatch.setattr(type(pio.renderers), "default", default)
         theme.figure("").show()
-        theme.figure("").show(renderer="json")
-    assert renders == ["plotly_mimetype", "json", None, "json"]
+        theme.figure("").show(renderer="json", config={"displaylogo": True})
+    assert [renderer for renderer, _ in renders] == ["plotly_mimetype", "json", None, "json"]
+    assert [config for _, config in renders] == [theme.CONFIG, theme.CONFIG | {"displaylogo": True}] * 2
 
 
 def test_a_figure_can_be_written_as_a_page(tmp_path):
     draw("layout", example_trace()).write_html(tmp_path / "layout.html", include_plotlyjs=False)
-    assert "Plotly.newPlot" in (tmp_path / "layout.html").read_text("utf-8")
+    page = (tmp_path / "layout.html").read_text("utf-8")
+    assert "Plotly.newPlot" in page
+    assert '"showSendToCloud": false' in page
 
 
 @every_view

@@ -48,7 +48,7 @@ def test_it_shows_the_dashboard_and_the_figures_without_requests(chromium, tmp_p
         sizes = opened.page.evaluate(
             "() => [...document.querySelectorAll('.fw-timeline canvas, .main-svg')].map((e) => e.clientWidth)"
         )
-        assert not opened.page.query_selector(".modebar a")  # its buttons would cover the titles
+        assert not opened.page.query_selector(".modebar-btn")  # its buttons would cover the titles
         about = opened.page.inner_text("header")
     assert "step ends" in drawn["event"]
     assert drawn["ranks"].startswith("ranks 0-3")

@@ -18,7 +18,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -239,7 +239,7 @@ def _template() -> go.layout.Template:
             "colorway": list(CATEGORY_COLOURS.values()),
             "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY, "size": 13}},
             "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
-            "modebar": {"bgcolor": CLEAR, "color": GRID, "activecolor": INK},
+            "modebar": {"bgcolor": CLEAR, "color": GRID, "activecolor": INK, "remove": ["sendChartToCloud"]},
             "margin": {"l": 24, "r": 24, "t": 84, "b": 36},
             "xaxis": {**axis, "showline": True, "ticks": "outside"},
             "yaxis": axis,
@@ -307,11 +307,15 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
     return fig
 
 
+CONFIG = {"displaylogo": False, "showSendToCloud": False}
+"""What a page gives plotly with a figure: no link to plotly's site, and no button that uploads the figure there."""
+
+
 class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
     """A figure that notebooks draw when a cell returns it, with its title as plain text elsewhere.
 
-    It has no HTML representation, because plotly's loads scripts from the network; ``write_html`` and ``to_html`` are
-    plotly's.
+    It has no HTML representation, because plotly's loads scripts from the network. Everything that shows or writes it
+    passes :data:`CONFIG`; the template removes the upload as well, for programs that read only the figure.
     """
 
     _ipython_display_ = None
@@ -319,19 +323,28 @@ class Figure(go.Figure):  # type: ignore[misc] # plotly has no types
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         words = " - ".join(filter(None, title_and_subtitle(self)))
-        page = json.loads(self.to_json()) | {"config": {"displaylogo": False}}
+        page = json.loads(self.to_json()) | {"config": CONFIG}
         return {PLOTLY_MIME: page, "text/plain": words or "figure"}
 
-    def show(self, renderer: str | None = None, **options: object) -> None:
+    def show(self, renderer: str | None = None, *, config: Mapping[str, Any] | None = None, **options: object) -> None:
         """Show the figure now; in a notebook like a cell's result, unless another ``renderer`` is named.
 
         Args:
             renderer: name of a plotly renderer.
-            options: its options.
+            config: plotly's configuration, besides :data:`CONFIG`.
+            options: the renderer's options.
         """
         if renderer is None and "plotly_mimetype" in plotly.io.renderers.default:
             renderer = "plotly_mimetype"
-        super().show(renderer=renderer, **options)
+        super().show(renderer=renderer, config=CONFIG | dict(config or {}), **options)
+
+    def to_html(self, config: Mapping[str, Any] | None = None, **options: object) -> str:
+        """Return plotly's page of the figure, with :data:`CONFIG`."""
+        return str(super().to_html(config=CONFIG | dict(config or {}), **options))
+
+    def write_html(self, file: object, config: Mapping[str, Any] | None = None, **options: object) -> None:
+        """Write plotly's page of the figure, with :data:`CONFIG`."""
+        super().write_html(file, config=CONFIG | dict(config or {}), **options)
 
 
 def title_and_subtitle(fig: go.Figure) -> tuple[str, str]:
