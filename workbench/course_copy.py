@@ -10,7 +10,7 @@ from pathlib import Path
 
 from workbench.errors import UsageError
 from workbench.fault import listed
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 
 @dataclass(frozen=True, kw_only=True)

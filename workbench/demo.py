@@ -19,9 +19,9 @@ from workbench.errors import WorkbenchError, without_colours
 from workbench.notebook_page import to_page
 from workbench.notebook_run import notebook_client
 from workbench.replay import collectives, shards, training
+from workbench.text_formats import format_bytes, format_duration, plural
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load
-from workbench.views.theme import format_bytes, format_duration, plural
 
 PAGE = "tour.html"
 TRACE = "tour.trace"  # the name that the tour exports to

@@ -30,7 +30,7 @@ from workbench.course.predictions import PREDICTION_MIME, UNATTENDED
 from workbench.errors import UsageError, without_colours
 from workbench.notebook_run import notebook_client
 from workbench.reports.tables import Table
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 TIMEOUT_S = 1800
 """Seconds that a notebook may take."""

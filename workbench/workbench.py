@@ -95,11 +95,11 @@ from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
 from workbench.session.trace_selectors import opened_with_notes, side
 from workbench.session.waiter import ASK_S
+from workbench.text_formats import plural
 from workbench.trace.columns import Trace, steps
 from workbench.trace.read_recording import RecordingReader
 from workbench.views import VIEWS, draw
 from workbench.views.compare import draw as draw_compared
-from workbench.views.theme import plural
 
 MAX_PAST = 1000
 """Commands that the history keeps."""

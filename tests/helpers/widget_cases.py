@@ -15,7 +15,7 @@ import numpy as np
 from tests.helpers.package_source import REPO
 from workbench.live.packing import COLUMNS, WIDTHS
 from workbench.replay.grouping import label
-from workbench.views import theme
+from workbench.text_formats import format_bytes, format_duration, format_share
 
 FILE = REPO / "extension" / "tests" / "widgets" / "python_cases.ts"
 
@@ -77,9 +77,9 @@ def _tables() -> dict[str, Any]:
 def program() -> str:
     """Return what the file has to hold."""
     cases = {
-        "BYTES": _cases(BYTES, theme.format_bytes),
-        "DURATIONS": _cases(US, lambda us: theme.format_duration(1000 * us)),
-        "SHARES": _cases(SHARES, theme.format_share),
+        "BYTES": _cases(BYTES, format_bytes),
+        "DURATIONS": _cases(US, lambda us: format_duration(1000 * us)),
+        "SHARES": _cases(SHARES, format_share),
         "RANKS": _cases(RANKS, label),
         "TABLES": _tables(),
     }

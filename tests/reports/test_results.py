@@ -29,8 +29,8 @@ from workbench.reports.results import (
     VerifyReport,
     sharded_models,
 )
+from workbench.text_formats import ERROR_TEXT
 from workbench.trace.schema import ClockReading, Header, HostClock
-from workbench.views.theme import ERROR_TEXT
 
 EVIL = "<img src=x onerror=alert(1)>"
 SHARD = ShardReport(

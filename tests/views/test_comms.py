@@ -12,6 +12,7 @@ from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_collectives import on_hosts
 from workbench.errors import UsageError
 from workbench.events import GLOO, PER_HOST, Edge, Kind
+from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import BufferSum
 from workbench.views import theme
@@ -111,7 +112,7 @@ def test_bars_are_hidden_and_exposed_time_that_add_up():
         if trace.type == "bar":
             for y, x in zip(trace.y, trace.x, strict=True):
                 total[y] += x
-    assert [theme.format_duration(total[y] * 1e3) for y in range(8)] == column(fig, "time")
+    assert [format_duration(total[y] * 1e3) for y in range(8)] == column(fig, "time")
 
 
 def test_a_step_can_be_chosen_and_must_exist():

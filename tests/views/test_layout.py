@@ -12,9 +12,9 @@ from tests.helpers.figure_checks import num_marks, subtitle, title, words
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_shards import make_flat, make_param, make_unit
 from workbench.errors import UsageError
+from workbench.text_formats import plural
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
-from workbench.views import theme
 from workbench.views.layout import MAX_BARS, layout
 
 
@@ -232,7 +232,7 @@ def test_only_selected_units_are_drawn_and_counted(unit, units, num_bytes):
     fig = layout(trace_of(*made, world_size=2), unit=unit)
     assert [name for name in ("(root)", "blocks.0", "blocks.1") if f"{name}: " in headings(fig)] == units
     assert title(fig).endswith(f" of {num_bytes} of the parameters of {unit}")
-    assert subtitle(fig).startswith(theme.plural(len(units), "parameter") + f" in {theme.plural(len(units), 'unit')} ")
+    assert subtitle(fig).startswith(plural(len(units), "parameter") + f" in {plural(len(units), 'unit')} ")
 
 
 def test_an_unknown_unit_lists_the_known_ones():

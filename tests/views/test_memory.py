@@ -11,6 +11,7 @@ from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import extent_ns
+from workbench.text_formats import format_bytes
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.keyframe import advance
 from workbench.views import draw, theme
@@ -72,8 +73,8 @@ def test_the_dashed_line_is_the_memory_of_plain_training():
     assert line.line.dash == "dash"
     assert list(line.y) == pytest.approx([sum(kept) / MIB] * 2, rel=0.001)  # each rank has one copy of Adam's step
     names = ("parameters", "gradients", "optimizer state")
-    parts = ", ".join(f"{name} {theme.format_bytes(b)}" for name, b in zip(names, kept, strict=True))
-    assert f"without sharding, every rank would keep {theme.format_bytes(sum(kept))}: {parts}" in subtitle(fig)
+    parts = ", ".join(f"{name} {format_bytes(b)}" for name, b in zip(names, kept, strict=True))
+    assert f"without sharding, every rank would keep {format_bytes(sum(kept))}: {parts}" in subtitle(fig)
 
 
 def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():
@@ -82,7 +83,7 @@ def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_th
     trace = example_trace(steps=0)
     units = [replace(u, params=tuple(replace(p, trainable=False) for p in u.params)) for u in trace.header.units]
     frozen = memory(Trace(replace(trace.header, units=tuple(units)), trace.ranks))
-    whole = theme.format_bytes(totals(shards(trace.header)).bytes_unsharded)
+    whole = format_bytes(totals(shards(trace.header)).bytes_unsharded)
     assert subtitle(frozen).endswith(f"without sharding, every rank would keep {whole}: parameters {whole}")
 
 
@@ -139,7 +140,7 @@ def test_pooled_bytes_are_hatched_above_the_total_and_move_no_peak():
     assert reserved.fillcolor == theme.CLEAR
     most = live.most_reserved(with_pool(trace).slice(step=2).rank(0))
     assert max(reserved.y) * MIB == pytest.approx(most)
-    assert f"pools keep up to {theme.format_bytes(most)} more for reuse" in subtitle(fig)
+    assert f"pools keep up to {format_bytes(most)} more for reuse" in subtitle(fig)
     assert "for reuse" not in subtitle(plain)
     assert fig.layout.yaxis.range[1] >= max(np.add(named(fig, "total in use").y, reserved.y))
 

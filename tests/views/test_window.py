@@ -7,8 +7,9 @@ from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.trace_strategies import example_trace, setups, simulate
 from workbench.errors import UsageError
 from workbench.events import Kind
+from workbench.text_formats import format_duration, time_unit
 from workbench.trace.columns import RankTrace, Trace
-from workbench.views import draw, theme
+from workbench.views import draw
 from workbench.views.window import window
 
 VIEWS_OF_TIME = ("timeline", "memory", "states")
@@ -89,7 +90,7 @@ def test_pictures_of_the_same_steps_have_one_zero_one_end_and_no_time_beyond(set
     rows = [shown.stateless(each).rows["t_ns"] for each in trace.ranks]
     begin_ns = min(t.min() for t in rows)
     end_ns = max(begin_ns + 1, *(t.max() for t in rows))
-    ns = theme.time_unit(end_ns - begin_ns)[0]
+    ns = time_unit(end_ns - begin_ns)[0]
     for name in VIEWS_OF_TIME:
         for only in (None, rank % setup.num_ranks):
             fig = draw(name, trace, steps=steps, rank=only)
@@ -98,7 +99,7 @@ def test_pictures_of_the_same_steps_have_one_zero_one_end_and_no_time_beyond(set
                 assert min(places(fig)) >= 0, name
                 assert max(places(fig)) <= (end_ns - begin_ns) / ns * (1 + 1e-9), name
                 if name == "timeline":
-                    duration = theme.format_duration(end_ns - begin_ns)
+                    duration = format_duration(end_ns - begin_ns)
                     assert title(fig).startswith(f"{shown}: {duration}, compute waits for ")
 
 

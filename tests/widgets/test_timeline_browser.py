@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.timeline_page import open_page
 from workbench.events import Kind
+from workbench.text_formats import format_bytes, format_duration
 from workbench.views import theme
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
@@ -77,12 +78,12 @@ def test_hovering_shows_kind_unit_bytes_duration_and_rank(page):
     start, end = item(page, 1, 7)
     page.mouse.move(*point(page, "all-gather", (start + end) / 2))
     text = page.get_by_role("tooltip").inner_text()
-    duration = theme.format_duration(1e3 * (end - start))
+    duration = format_duration(1e3 * (end - start))
     assert text.splitlines() == [
         "all-gather of blocks.7",
-        f"{theme.format_bytes(3.3e6)} · {duration}",
+        f"{format_bytes(3.3e6)} · {duration}",
         "hidden behind compute",
-        f"rank 0, from {theme.format_duration(1e3 * start)}",
+        f"rank 0, from {format_duration(1e3 * start)}",
     ]
     page.mouse.move(*point(page, "wait", sum(item(page, 3, 7)) / 2))
     assert "exposed" in page.get_by_role("tooltip").inner_text()

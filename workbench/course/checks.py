@@ -10,7 +10,7 @@ from workbench.course.finding import CheckFinding
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError, WorkbenchError
 from workbench.reports.results import Report
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 CHECK_MIME = "application/vnd.fsdp-workbench.check+json"
 """Type of the record of a check in an output of a notebook."""

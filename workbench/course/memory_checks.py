@@ -15,10 +15,10 @@ from workbench.protocol.breakpoints import read_event, split_event
 from workbench.replay import memory
 from workbench.replay.grouping import by_value, label
 from workbench.replay.states import at as states_at
+from workbench.text_formats import format_bytes
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes
 
 _LEFT = (
     Category.UNSHARDED_PARAMS,

@@ -14,9 +14,9 @@ from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
 from workbench.replay.step_parts import Group
 from workbench.reports.step_study import StepStudy
+from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_duration
 
 NOISE = 0.05
 """Exposed communication that differs from the reference's by less than this fraction of the step never fails."""

@@ -20,7 +20,7 @@ from workbench.course.checks import RECORD_VERSION
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError
 from workbench.reports.results import Report
-from workbench.views.theme import format_share
+from workbench.text_formats import format_share
 from workbench.widgets.progress import in_notebook
 
 PREDICTION_MIME = "application/vnd.fsdp-workbench.prediction+json"

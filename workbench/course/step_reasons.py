@@ -14,9 +14,9 @@ from workbench.replay.states import start as states_before
 from workbench.replay.unit_history import UnitCause, histories
 from workbench.reports.explain_peak import explain_peak
 from workbench.reports.step_study import StepStudy
+from workbench.text_formats import format_bytes, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
-from workbench.views.theme import format_bytes, plural
 
 
 def gather_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:

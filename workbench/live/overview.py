@@ -21,6 +21,7 @@ from workbench.replay.spans import of_kind
 from workbench.reports.failures import RESTART, losses_in_words
 from workbench.reports.stop_positions import StopGroup, describe, unit_names
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
+from workbench.text_formats import format_long, plural
 from workbench.trace.schema import Header
 from workbench.views import theme
 
@@ -144,9 +145,9 @@ def _progress(pulse: ClusterSnapshot) -> str:
     if pulse.under_way is None or pulse.under_way.progress is None:
         return pulse.under_way.words if pulse.under_way is not None else ""
     found = pulse.under_way.progress
-    parts = [f"{found.done:,} of {theme.plural(found.total, 'step')} done"]
+    parts = [f"{found.done:,} of {plural(found.total, 'step')} done"]
     if found.left_ns is not None:
-        parts.append(f"{theme.format_long(found.left_ns)} to go")
+        parts.append(f"{format_long(found.left_ns)} to go")
     if found.tokens_per_s is not None:
         parts.append(f"{found.tokens_per_s:,.0f} tokens/s")
     return ", ".join(parts)
@@ -170,7 +171,7 @@ def whose(header: Header, kernel_pid: int) -> str:
         return ""
     hosts = ", ".join(sorted({info.host for info in header.ranks}))
     devices = ", ".join(sorted({info.device.partition(":")[0] for info in header.ranks}))
-    return f"{theme.plural(len(header.ranks), 'rank')} on {hosts}, {devices}, kernel pid {kernel_pid}"
+    return f"{plural(len(header.ranks), 'rank')} on {hosts}, {devices}, kernel pid {kernel_pid}"
 
 
 def slowest(step: np.void) -> str:
@@ -196,12 +197,12 @@ def turned(before: Knobs, after: Knobs) -> str:
     every = len(after)
     changes = [words if len(units) == every else f"{words} ({_some(units)})" for words, units in found.items()]
     if after.keys() != before.keys():
-        changes.append(f"{theme.plural(len(before), 'unit')} \u2192 {len(after)}")
+        changes.append(f"{plural(len(before), 'unit')} \u2192 {len(after)}")
     return "; ".join(changes)
 
 
 def _some(units: list[str]) -> str:
-    return ", ".join(units) if len(units) <= NAMED else theme.plural(len(units), "unit")
+    return ", ".join(units) if len(units) <= NAMED else plural(len(units), "unit")
 
 
 def _said(value: object) -> str:

@@ -24,10 +24,10 @@ from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.reports.cursor import Cursor
+from workbench.text_formats import format_bytes
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
-from workbench.views import theme
 
 EVERY = 16_384
 """Rows between two key frames."""
@@ -236,7 +236,7 @@ def describe(header: Header, row: np.void) -> str:
     kind = Kind(row["kind"])
     whose = f" {Category(row['category']).words}" if kind in MOVES else ""
     about = f"{whose} {kind.info.of} {unit_name(header, int(row['unit']))}" if row["unit"] >= 0 else whose
-    size = f" ({theme.format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
+    size = f" ({format_bytes(int(row['num_bytes']))})" if row["num_bytes"] > 0 else ""
     return f"{kind.words}{about} {Edge(row['edge']).info.verb}".strip() + size
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from workbench.replay.clock_error import errors_of_ranks
+from workbench.text_formats import format_duration
 from workbench.trace.columns import Trace
 from workbench.trace.schema import HostClock
-from workbench.views.theme import format_duration
 
 
 def clock_words(clock: HostClock) -> str:

@@ -16,10 +16,10 @@ from workbench.replay.unit_history import UnitCause, UnitEvent, UnitHistory, his
 from workbench.replay.units import unit_name
 from workbench.reports.explain_report import Evidence, ExplainReport, PeakSaving, Picture, marks_in
 from workbench.reports.step_study import StepStudy
+from workbench.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes, format_duration, format_share, plural
 from workbench.views.window import Window
 
 WORTH = 0.01

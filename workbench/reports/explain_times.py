@@ -14,8 +14,8 @@ from workbench.reports.explain_peak import is_flat, is_ours, model_of, module_wo
 from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import KINDS_OF_PART, time_words, wait_mark, wait_words
+from workbench.text_formats import format_bytes, format_share, plural
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes, format_share, plural
 
 MAX_LINES = 6
 """Waits, and ranks, that a text lists."""

@@ -15,9 +15,9 @@ from workbench.reports.explain_report import Evidence, ExplainReport, Picture, U
 from workbench.reports.explain_times import wait_lines
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import time_words
+from workbench.text_formats import format_bytes
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes
 from workbench.views.window import window
 
 _MAX_WAITS = 3  # that a text lists

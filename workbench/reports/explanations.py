@@ -27,8 +27,8 @@ from workbench.reports.explain_times import (
 )
 from workbench.reports.explain_unit import explain_unit
 from workbench.reports.step_study import StepStudy
+from workbench.text_formats import format_bytes
 from workbench.trace.columns import Trace
-from workbench.views.theme import format_bytes
 from workbench.views.unit_selection import meant
 
 PROMINENT = 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from workbench.fault import Fault, facts_of
 from workbench.reports.results import Report
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 
 @dataclass(frozen=True, kw_only=True)

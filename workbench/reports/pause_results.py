@@ -18,7 +18,7 @@ from workbench.reports.results import Report
 from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
-from workbench.views.theme import format_duration, plural
+from workbench.text_formats import format_duration, plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from workbench.replay.grouping import by_value, label
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 PANE_CHARS = 20_000
 """Characters kept of one rank's output; the newest."""

@@ -47,9 +47,8 @@ from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DRIFT, FirstDifference, faults_of, first_differences
+from workbench.text_formats import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.schema import Header, HostClock
-from workbench.views import VIEWS
-from workbench.views.theme import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 
@@ -585,6 +584,8 @@ class OpenReport(Report):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the steps, the sharded models, and the commands that draw the trace."""
+        from workbench.views import VIEWS  # noqa: PLC0415 - they load plotly
+
         found = [("run", "continues; views and the dashboard follow it")] if self.is_live else []
         found += [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]

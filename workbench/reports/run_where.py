@@ -15,9 +15,9 @@ from workbench.reports.results import Report
 from workbench.reports.stall_cause import parted, stall_cause
 from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
+from workbench.text_formats import format_long
 from workbench.trace.read_recording import Recording
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_long
 
 _STALLED = (RunState.WAITS, RunState.SILENT)
 _OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)

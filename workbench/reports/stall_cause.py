@@ -13,11 +13,11 @@ from workbench.replay.divergence import Divergence, IssuedCall, Parting, first_d
 from workbench.replay.grouping import label
 from workbench.replay.run_positions import RunPosition, RunState
 from workbench.reports.stop_positions import unit_names
+from workbench.text_formats import format_bytes, format_long, plural
 from workbench.trace.columns import Trace
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes, format_long, plural
 
 _SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
 _FIX = {

@@ -35,10 +35,10 @@ from workbench.replay.units import unit_name, unseen_words
 from workbench.replay.unreduced import unreduced_units
 from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts, WaitCause, marks_in
 from workbench.reports.step_text import slow_rank_evidence, slow_rank_fault, time_words, unreduced_fault
+from workbench.text_formats import format_share, plural
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_share, plural
 from workbench.views.window import DrawnSteps, Window, window
 
 _UNKNOWN = 0.1

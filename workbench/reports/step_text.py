@@ -12,10 +12,10 @@ from workbench.replay.grouping import label, ranges
 from workbench.replay.step_parts import Part, SlowRank
 from workbench.replay.units import unit_name
 from workbench.reports.explain_report import Evidence
+from workbench.text_formats import format_bytes, format_duration
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
-from workbench.views.theme import format_bytes, format_duration
 
 _PARTS = {
     Part.BEFORE: "before forward (input or host)",

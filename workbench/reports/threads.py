@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from workbench.protocol.rank_messages import Frame, Thread
 from workbench.replay.grouping import by_value, label
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 
 def users_frames(thread: Thread) -> tuple[Frame, ...]:

@@ -14,7 +14,7 @@ from workbench.events import unit_words
 from workbench.fault import Fault, listed
 from workbench.protocol.commands import Difference, StepDifferences, VerifyReply
 from workbench.replay.grouping import by_value, label
-from workbench.views.theme import plural
+from workbench.text_formats import plural
 
 DRIFT = "drifting-replica"
 """Rule of a fault with which the comparison holds, and the model is still not one."""

@@ -19,6 +19,7 @@ from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import ClockSource
 from workbench.replay.grouping import by_value, join_names, label, pattern
 from workbench.replay.units import engine_words, model_order, unit_name, unmanaged_notes, unseen_words
+from workbench.text_formats import format_bytes, format_duration, plural, time_unit
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -248,21 +249,20 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
     time_ns, exposed_ns = sum(row.time_ns for row in own), sum(row.exposed_ns for row in own)
     crosses = _crossing(rows) if _are_on_several_hosts(rows) else ""
     sentences = [
-        f"{label([rank]).capitalize()}: {theme.format_bytes(payload)} of data"
-        f"{'' if crosses else f'; a ring would send {theme.format_bytes(sent)} per rank'}{_carriers(header, own)}",
+        f"{label([rank]).capitalize()}: {format_bytes(payload)} of data"
+        f"{'' if crosses else f'; a ring would send {format_bytes(sent)} per rank'}{_carriers(header, own)}",
         crosses,
         engine_words(header),
         unseen_words(header),
         "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
-        else f"compute waited {theme.format_duration(exposed_ns)} of the {theme.format_duration(time_ns)} that "
-        "collectives took",
+        else f"compute waited {format_duration(exposed_ns)} of the {format_duration(time_ns)} that collectives took",
         theme.clock_words(header, clock) if clock is ClockSource.DEVICE else "",
         "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
         if any(row.differs for row in rows)
         else "",
         *unmanaged_notes(header),
-        f"{theme.plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
+        f"{plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
     ]
     return theme.joined(sentences)
 
@@ -286,8 +286,8 @@ def _crossing(rows: Sequence[Comparison]) -> str:
         total.update(row.crossing or {})
     if not total:
         return "hosts send nothing to each other"
-    most, hosts = max(total, key=total.__getitem__), theme.plural(len(total), "host")
-    sent = theme.format_bytes(total[most])
+    most, hosts = max(total, key=total.__getitem__), plural(len(total), "host")
+    sent = format_bytes(total[most])
     if min(total.values()) == total[most]:
         return f"each of {hosts} sends {sent} to others"
     return f"{theme.shorten(most)} sends {sent} to others, the most of {hosts}"
@@ -299,7 +299,7 @@ def _are_on_several_hosts(rows: Sequence[Comparison]) -> bool:
 
 def _crossing_of_one(row: Comparison) -> str:
     """Return the bytes sent to other hosts by the host that sends most."""
-    return "-" if row.crossing is None else theme.format_bytes(max(row.crossing.values(), default=0))
+    return "-" if row.crossing is None else format_bytes(max(row.crossing.values(), default=0))
 
 
 def _expected(row: Comparison) -> str:
@@ -307,7 +307,7 @@ def _expected(row: Comparison) -> str:
     if row.expected is None:
         return "-"
     calls = row.expected.calls
-    form = f"{calls} x {theme.format_bytes(row.expected.num_bytes / calls)}" if calls else "none"
+    form = f"{calls} x {format_bytes(row.expected.num_bytes / calls)}" if calls else "none"
     return f"{'≠' if row.differs else '='} {form}"
 
 
@@ -316,20 +316,20 @@ _COLUMNS = (
     Column(
         heading="payload<br>sent",
         width=68,
-        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{theme.format_bytes(sent_bytes(row))}",
+        text=lambda row: f"{format_bytes(row.num_bytes)}<br>{format_bytes(sent_bytes(row))}",
         is_of_hosts=False,
     ),
     Column(
         heading="payload<br>crosses",
         width=68,
-        text=lambda row: f"{theme.format_bytes(row.num_bytes)}<br>{_crossing_of_one(row)}",
+        text=lambda row: f"{format_bytes(row.num_bytes)}<br>{_crossing_of_one(row)}",
         is_of_hosts=True,
     ),
     Column(heading="expected", width=106, text=_expected),
     Column(
         heading="time<br>exposed",
         width=68,
-        text=lambda row: f"{theme.format_duration(row.time_ns)}<br>{theme.format_duration(row.exposed_ns)}",
+        text=lambda row: f"{format_duration(row.time_ns)}<br>{format_duration(row.exposed_ns)}",
         is_time=True,
     ),
 )
@@ -452,7 +452,7 @@ def _add_bar(fig: go.Figure, lengths: dict[int, float], names: dict[int, str], l
 
 
 def _scale(rows: list[Row]) -> tuple[int, str]:
-    return theme.time_unit(max(row.comparison.time_ns for row in rows))
+    return time_unit(max(row.comparison.time_ns for row in rows))
 
 
 def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
@@ -472,7 +472,7 @@ def _tick(header: Header, row: Row, *, all_ranks: bool, size: bool) -> str:
 
 def _few_letters(ranks: Sequence[int]) -> str:
     named = label(ranks)
-    return named if len(named) <= _RANKS_LETTERS else theme.plural(len(ranks), "rank")
+    return named if len(named) <= _RANKS_LETTERS else plural(len(ranks), "rank")
 
 
 def _name(header: Header, row: Row) -> str:

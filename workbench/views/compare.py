@@ -23,6 +23,7 @@ from workbench.replay.paused_time import without_holds
 from workbench.replay.shards import Totals, totals_of_used
 from workbench.replay.spans import Ints
 from workbench.replay.units import by_number
+from workbench.text_formats import byte_unit, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views import theme
@@ -107,7 +108,7 @@ def sentence(found: Differences) -> str:
     parts = [_peak_words(found.peak), _collective_words(found.collectives), _time_words(found), _value_words(found)]
     if found.aligned.first_difference < 0:
         fewer, more = sorted(found.num_steps)
-        within = f" in the {theme.plural(fewer, 'step')} that both have (of {more})" if fewer < more else ""
+        within = f" in the {plural(fewer, 'step')} that both have (of {more})" if fewer < more else ""
         return "; ".join([f"the same, event for event{within}", *filter(None, parts[2:])])
     if not any(parts[:2]):
         parts[0] = _event_words(found) if found.is_same_engine else "the same collectives a step, and the same peak"
@@ -118,10 +119,10 @@ def _peak_words(peak: PeakChange) -> str:
     delta = peak.after - peak.before
     if not delta or peak.category is None:
         return ""
-    amount = f"peak {_signed(theme.format_bytes(abs(delta)), delta)}"
+    amount = f"peak {_signed(format_bytes(abs(delta)), delta)}"
     if len(peak.parts) < 2:
         return f"{amount}: {_cause(peak, peak.category)}"
-    causes = [f"{_cause(peak, category)} ({theme.format_bytes(num_bytes)})" for category, num_bytes in peak.parts]
+    causes = [f"{_cause(peak, category)} ({format_bytes(num_bytes)})" for category, num_bytes in peak.parts]
     return f"{amount}: {', '.join(causes)}"
 
 
@@ -151,14 +152,14 @@ def _collective_words(changes: Sequence[CollectiveChange]) -> str:
         noun = kind.words + ("" if abs(more) == 1 else "s")
         return f"{abs(more):.3g} {'more' if more > 0 else 'fewer'} {noun} a step{who}"
     payload = [sum(change.num_bytes[side] for change in most) for side in (0, 1)]
-    return f"{kind.words} payload {theme.format_bytes(payload[0])} -> {theme.format_bytes(payload[1])} a step"
+    return f"{kind.words} payload {format_bytes(payload[0])} -> {format_bytes(payload[1])} a step"
 
 
 def _time_words(found: Differences) -> str:
     before, after = found.step_ns
     if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before or found.is_chance:
         return ""
-    words = f"step time {_signed(theme.format_share(abs(after / before - 1)), after - before)}"
+    words = f"step time {_signed(format_share(abs(after / before - 1)), after - before)}"
     return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
 
 
@@ -167,14 +168,14 @@ def _value_words(found: Differences) -> str:
     value = found.first_value
     if value is None or value.steps[0] != value.steps[1] or math.isclose(*value.values, rel_tol=_NOTICED_VALUE):
         return ""
-    before, after = (theme.format_loss(each) for each in value.values)
+    before, after = (format_loss(each) for each in value.values)
     return f"{theme.shorten(value.name)} differs from {step_name(value.steps[0])} on ({before} -> {after})"
 
 
 def _cost_words(change: TimeChange) -> str:
     of = f" of {theme.shorten(change.unit)}" if change.unit else ""
     what = "" if change.kind in WORK else "exposed "
-    amount = _signed(theme.format_duration(abs(change.delta_ns)), change.delta_ns)
+    amount = _signed(format_duration(abs(change.delta_ns)), change.delta_ns)
     return f"{what}{change.kind.words}{of} {amount}"
 
 
@@ -184,11 +185,9 @@ def _event_words(found: Differences) -> str:
     alone = [int((side < 0).sum()) - aligned.num_moved for side in (aligned.in_b, aligned.in_a)]
     places = np.flatnonzero((aligned.in_a < 0) | (aligned.in_b < 0))
     place = int(places[0]) if len(places) else aligned.first_difference
-    parts = [
-        f"{theme.plural(count, 'event')} {word}" for count, word in zip(alone, ("fewer", "more"), strict=True) if count
-    ]
+    parts = [f"{plural(count, 'event')} {word}" for count, word in zip(alone, ("fewer", "more"), strict=True) if count]
     if aligned.num_moved:
-        parts.append(f"{theme.plural(aligned.num_moved, 'event')} in a different order")
+        parts.append(f"{plural(aligned.num_moved, 'event')} in a different order")
     return f"{' and '.join(parts) or 'the same events with different byte counts'}, first at {_event(aligned, place)}"
 
 
@@ -227,7 +226,7 @@ def _signed(amount: str, delta: float) -> str:
 
 
 def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: tuple[Totals, Totals]) -> str:
-    times = [f"{theme.format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
+    times = [f"{format_duration(ns)}" for ns in found.step_ns if not math.isnan(ns)]
     details = ", ".join(filter(None, ["within step-to-step variation" if found.is_chance else "", clock]))
     sentences = [
         f"{names[0]} -> {names[1]}",
@@ -236,10 +235,10 @@ def _subtitle(found: Differences, names: tuple[str, str], clock: str, laid_out: 
         _first_words(found.aligned) if found.is_same_engine else "",
         f"showing {label([found.rank])} of {label(found.ranks)}" if len(found.ranks) > 1 else label([found.rank]),
         *_layout_words(*laid_out),
-        f"peak {theme.format_bytes(found.peak.before)} -> {theme.format_bytes(found.peak.after)}{_peak_step(found)}",
+        f"peak {format_bytes(found.peak.before)} -> {format_bytes(found.peak.after)}{_peak_step(found)}",
         f"a step takes {' -> '.join(times)}{f' ({details})' if details else ''}" if len(times) == 2 else "",
         "" if found.is_same_engine else ", ".join(map(_cost_words, found.slower[:_MAX_COSTS])),
-        f"{theme.plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
+        f"{plural(len(found.collectives) - MAX_ROWS, 'more row')} not drawn"
         if len(found.collectives) > MAX_ROWS
         else "",
     ]
@@ -252,7 +251,7 @@ def _steps_words(num_steps: tuple[int, int]) -> str:
     if not fewer:
         return "before the first step"
     if fewer == more:
-        return f"{theme.plural(fewer, 'step')} of each compared"
+        return f"{plural(fewer, 'step')} of each compared"
     first = "step" if fewer == 1 else f"{fewer} steps"
     return f"only the first {first} of each compared (of {num_steps[0]} and {num_steps[1]})"
 
@@ -271,12 +270,11 @@ def _layout_words(before: Totals, after: Totals) -> list[str]:
     parts = []
     if before.num_flat != after.num_flat:
         ways = [
-            f"in {theme.plural(t.num_flat, 'flat parameter')}" if t.num_flat else "stored separately"
-            for t in (before, after)
+            f"in {plural(t.num_flat, 'flat parameter')}" if t.num_flat else "stored separately" for t in (before, after)
         ]
-        parts.append(f"{theme.plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
+        parts.append(f"{plural(after.num_params, 'parameter')} {ways[0]} -> {ways[1]}")
     if before.bytes_wasted != after.bytes_wasted:
-        amounts = [theme.format_bytes(t.bytes_wasted) for t in (before, after)]
+        amounts = [format_bytes(t.bytes_wasted) for t in (before, after)]
         parts.append(f"padding {amounts[0]} -> {amounts[1]}")
     return parts
 
@@ -286,7 +284,7 @@ def _layout_words(before: Totals, after: Totals) -> list[str]:
 
 def _add_curves(fig: go.Figure, found: Differences, names: tuple[str, str]) -> None:
     aligned, curves = found.aligned, found.aligned.curves()
-    num_bytes, unit = theme.byte_unit(max(int(curve.max(initial=0)) for curve in curves))
+    num_bytes, unit = byte_unit(max(int(curve.max(initial=0)) for curve in curves))
     for curve, name, colour, dash in zip(curves, names, _COLOURS, ("solid", "dot"), strict=True):
         shown = _highest_of_bins(curve)
         fig.add_scatter(
@@ -411,8 +409,8 @@ def _cells(row: CollectiveChange, between: str, letters: int) -> list[str]:
         theme.escape(theme.shorten(row.unit, letters)) or "-",
         row.kind.words,
         _pair(between, *(f"{n:.3g}" for n in row.calls)),
-        _pair(between, *(theme.format_bytes(n) for n in row.num_bytes)),
-        _pair(between, *(theme.format_duration(n) for n in row.exposed_ns)),
+        _pair(between, *(format_bytes(n) for n in row.num_bytes)),
+        _pair(between, *(format_duration(n) for n in row.exposed_ns)),
     ]
 
 

@@ -18,6 +18,7 @@ from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.replay.grouping import by_value, join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import engine_words, model_order
+from workbench.text_formats import format_bytes, format_share, plural
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -153,10 +154,10 @@ def _largest(groups: list[Group], columns: int) -> tuple[list[Group], int]:
 
 
 def _title(header: Header, total: Totals, params: str) -> str:
-    whole = theme.format_bytes(total.bytes_unsharded)
+    whole = format_bytes(total.bytes_unsharded)
     if header.world_size <= 1:
         return f"One rank keeps all {whole} of {params}"
-    return f"Each of {header.world_size} ranks keeps {theme.format_bytes(total.bytes_at_rest)} of {whole} of {params}"
+    return f"Each of {header.world_size} ranks keeps {format_bytes(total.bytes_at_rest)} of {whole} of {params}"
 
 
 def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
@@ -164,30 +165,30 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
     copies = max(unit.replicate_size for unit in live)
     each = f" in each of {copies} copies" if copies > 1 else ""
     whole = max(total.bytes_unsharded, 1)
-    wasted = theme.format_share(total.bytes_wasted / whole, 2)
-    waste = f"padding wastes {theme.format_bytes(total.bytes_wasted)} ({wasted}){each}"
+    wasted = format_share(total.bytes_wasted / whole, 2)
+    waste = f"padding wastes {format_bytes(total.bytes_wasted)} ({wasted}){each}"
     sentences = [
-        f"{theme.plural(total.num_params, 'parameter')} in {theme.plural(len(live), 'unit')}{_flat(total)}",
+        f"{plural(total.num_params, 'parameter')} in {plural(len(live), 'unit')}{_flat(total)}",
         engine_words(header),
         _policy_of_all(header).removeprefix(", "),
-        f"each rank keeps {theme.format_share(total.bytes_at_rest / whole, 1)} of the full parameters between uses",
+        f"each rank keeps {format_share(total.bytes_at_rest / whole, 1)} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",
-        f"{theme.plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
+        f"{plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
         _in_training(header),
-        f"{theme.plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
+        f"{plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
     ]
     return theme.joined(sentences)
 
 
 def _flat(total: Totals) -> str:
     """Return the number of flat parameters as text."""
-    return f", packed into {theme.plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
+    return f", packed into {plural(total.num_flat, 'flat parameter')}" if total.num_flat else ""
 
 
 def _in_training(header: Header) -> str:
     """Return what training adds to the parameters on a rank, as text."""
     most = max((at_rest(header, rank) for rank in _fullest(header)), key=lambda held: held.total)
-    amounts = theme.format_bytes(most.grads), theme.format_bytes(most.adam)
+    amounts = format_bytes(most.grads), format_bytes(most.adam)
     return f"training adds {amounts[0]} of gradients and up to {amounts[1]} of Adam state" if most.grads else ""
 
 
@@ -238,7 +239,7 @@ def _short(flat: ParamShards, fqn: str) -> str:
 def _heading(members: list[Group]) -> str:
     units = {part.unit.index: part.unit for group in members for part in group}
     name = theme.shorten(join_names([unit_words(unit.name) for unit in units.values()]), _NAME_LETTERS)
-    at_rest = theme.format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
+    at_rest = format_bytes(totals(unit_shards(members[0][0].unit)).bytes_at_rest)
     return f"{name}: {at_rest}{' each' if len(units) > 1 else ''} on a rank"
 
 
@@ -336,7 +337,7 @@ def _piece_words(flat: ParamShards, piece: Piece) -> str:
     elements = (
         "all elements" if last - first + 1 == piece.part.numel else f"elements {first}-{last} of {piece.part.numel}"
     )
-    size = theme.format_bytes(_numel(piece) * flat.param.itemsize)
+    size = format_bytes(_numel(piece) * flat.param.itemsize)
     name = theme.full(piece.part.fqn)
     shape = f"{list(piece.part.shape)}{_of_whole(piece.part)}"
     return f"{_who(piece.shard_rank, piece.shard_rank)}: {name} {shape}: {elements}, {size}"
@@ -371,7 +372,7 @@ def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, s
     if role != "held":
         rows = part.padding_rows[first]
         nothing = "padding" if role == "padding" else "empty shard, all padding"
-        wasted = theme.format_bytes(rows * part.row_bytes)
+        wasted = format_bytes(rows * part.row_bytes)
         return ("empty" if role == "empty shard" else ""), f"{_who(first, last)}: {nothing}: {rows} rows, {wasted}"
     rows, begin = param.rows_per_rank[first], part.begin_rows[first]
     end = part.begin_rows[last] + rows - 1
@@ -379,8 +380,8 @@ def _words(role: Role, part: ParamShards, first: int, last: int) -> tuple[str, s
     local = [rows if dim == param.shard_dim else size for dim, size in enumerate(param.shape)]
     return span, (
         f"{_who(first, last)}: {span} of {sum(param.rows_per_rank)} along dim {param.shard_dim}<br>"
-        f"a shard of {local}, {theme.format_bytes(rows * part.row_bytes)}; "
-        f"{theme.format_bytes(part.bytes_at_rest)} kept between uses"
+        f"a shard of {local}, {format_bytes(rows * part.row_bytes)}; "
+        f"{format_bytes(part.bytes_at_rest)} kept between uses"
     )
 
 
@@ -419,9 +420,7 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     """Label the right edge with the bytes that a rank keeps of each parameter."""
     sizes = {
-        _middle(y, p): theme.format_bytes(p[0].bytes_at_rest)
-        for y, p in enumerate(places)
-        if not isinstance(p, LabelRow)
+        _middle(y, p): format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, LabelRow)
     }
     fig.add_scatter(x=[None], y=[None], yaxis="y2", showlegend=False, hoverinfo="skip")
     fig.update_layout(
@@ -500,7 +499,7 @@ def _small_tick(group: Group, pixels: int) -> str:
     """Return the label of a bar on a narrow page: its name, and below it its shape and the bytes on a rank."""
     letters = int((pixels - 2 * _STANDOFF) / _SMALL_LETTER)
     name, shape = _name_and_shape(group)
-    num_bytes = theme.format_bytes(group[0].bytes_at_rest).replace(" ", _FIXED_SPACE)
+    num_bytes = format_bytes(group[0].bytes_at_rest).replace(" ", _FIXED_SPACE)
     below = in_lines(f"{shape}, {num_bytes}", letters, 1)
     return "<br>".join(map(theme.escape, [theme.shorten(name, letters), *below]))
 
@@ -561,7 +560,7 @@ def _tick(group: Group) -> str:
 
 def _name_and_shape(group: Group) -> tuple[str, str]:
     if _is_flat(group):
-        return theme.plural(len(group[0].param.parts), "parameter"), f"[{group[0].param.shape[0]}]"
+        return plural(len(group[0].param.parts), "parameter"), f"[{group[0].param.shape[0]}]"
     names = join_names([part.param.fqn.removeprefix(f"{part.unit.name}.") for part in group])
     param = group[0].param
     whole = f" of {list(param.global_shape)}" if param.global_shape != param.shape else ""

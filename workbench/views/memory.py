@@ -23,6 +23,7 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, extent_ns, last_ns
 from workbench.replay.units import engine_words, unit_name
+from workbench.text_formats import byte_unit, format_bytes, format_share, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name
@@ -190,7 +191,7 @@ def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
 def _title(header: Header, shown: Window, panels: Sequence[MemoryPanel]) -> str:
     top = max(panels, key=lambda panel: panel.peak.num_bytes)
     where = f" of {label([top.shown.rank])}" if len(panels) > 1 else ""
-    amount = theme.format_bytes(top.peak.num_bytes)
+    amount = format_bytes(top.peak.num_bytes)
     return f"{shown}: memory{where} peaks at {amount} ({moment(header, top.peak)})"
 
 
@@ -216,7 +217,7 @@ def _subtitle(
         engine_words(header),
         "" if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
-        f"pools keep up to {theme.format_bytes(reserved)} more for reuse" if reserved else "",
+        f"pools keep up to {format_bytes(reserved)} more for reuse" if reserved else "",
         _unsharded_words(unsharded),
         *more,
     ]
@@ -225,8 +226,8 @@ def _subtitle(
 
 def _unsharded_words(unsharded: dict[str, int]) -> str:
     """Return ``"without sharding, every rank would keep 8.00 MiB: parameters 2.00 MiB, ..."``."""
-    parts = ", ".join(f"{name} {theme.format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
-    whole = theme.format_bytes(sum(unsharded.values()))
+    parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
+    whole = format_bytes(sum(unsharded.values()))
     return f"without sharding, every rank would keep {whole}: {parts}" if unsharded else ""
 
 
@@ -234,7 +235,7 @@ def _who(header: Header, panel: MemoryPanel, panels: Sequence[MemoryPanel]) -> s
     if len(panel.ranks) == 1:
         return who(header, panel.ranks)
     named = who(header, panel.ranks, [rank for other in panels for rank in other.ranks])
-    return f"{named} are alike within {theme.format_share(ALIKE)}; showing {label([panel.shown.rank])}"
+    return f"{named} are alike within {format_share(ALIKE)}; showing {label([panel.shown.rank])}"
 
 
 def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]]) -> str:
@@ -242,7 +243,7 @@ def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryS
         return ""
     ranks = [[part.rank for part, _ in group] for group in groups]
     named = f" ({several(header, ranks)}): draw one with --rank {ranks[0][0]}" if sum(map(len, ranks)) > MANY else ""
-    return f"{theme.plural(len(groups), 'more group')} of ranks not drawn{named}"
+    return f"{plural(len(groups), 'more group')} of ranks not drawn{named}"
 
 
 def _kept(header: Header, shown: RankTrace) -> str:
@@ -274,8 +275,8 @@ def _draw(
     is_near = unsharded <= _FAR * top
     held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
     high = max(top * _HEADROOM, held * 1.05, unsharded * 1.15 if is_near else 0)
-    num_bytes, byte_unit = theme.byte_unit(high)
-    scale = Scale(num_bytes=num_bytes, byte_unit=byte_unit, time=time)
+    num_bytes, unit = byte_unit(high)
+    scale = Scale(num_bytes=num_bytes, byte_unit=unit, time=time)
     classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
     max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
     rows_each = 2 if is_sampled else 1
@@ -376,7 +377,7 @@ def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, 
         xanchor="right" if left else "left",
         yanchor="bottom",
         align="right" if left else "left",
-        text=f"<b>peak {theme.format_bytes(panel.peak.num_bytes)}</b>",
+        text=f"<b>peak {format_bytes(panel.peak.num_bytes)}</b>",
         hovertext=theme.escape(describe_peak(header, panel.peak)),
         arrowcolor=theme.INK,
         arrowhead=6,

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from workbench.events import Kind
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints
+from workbench.text_formats import format_duration
 from workbench.views import theme
 
 MAX_MARKS = 60
@@ -27,7 +28,7 @@ def hold_words(found: Cuts) -> str:
     """Return how much held or idle time is cut out, as text; empty if none."""
     if not len(found):
         return ""
-    return f"{theme.format_duration(int(found.lengths_ns.sum()))} of held or idle time cut out"
+    return f"{format_duration(int(found.lengths_ns.sum()))} of held or idle time cut out"
 
 
 def add_holds(
@@ -54,7 +55,7 @@ def add_holds(
     for at, length in zip(place(found.shown(found.begin_ns))[longest], found.lengths_ns[longest], strict=True):
         x += [float(at)] * _POINTS + [None]
         y += [*np.linspace(*span, _POINTS).tolist(), None]
-        texts += [f"ranks held or idle for {theme.format_duration(int(length))}: cut out"] * (_POINTS + 1)
+        texts += [f"ranks held or idle for {format_duration(int(length))}: cut out"] * (_POINTS + 1)
     fig.add_scatter(
         x=x,
         y=y,

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from workbench.events import Category
 from workbench.replay.process import ProcessSeries, series
 from workbench.replay.spans import Ints, last_ns
+from workbench.text_formats import byte_unit, format_bytes
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -42,9 +43,9 @@ def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
     whole, owned = int(highest.resident[place]), int(highest.owned[place])
     before = int(highest.baseline[place])
     rest = int(highest.not_owned[place]) - before
-    parts = [f"{theme.format_bytes(owned)} owned by FSDP", f"{theme.format_bytes(rest)} not owned"]
-    parts += [f"{theme.format_bytes(before)} from before sharding"] if before else []
-    return f"the whole process uses up to {theme.format_bytes(whole)}: {', '.join(parts)}"
+    parts = [f"{format_bytes(owned)} owned by FSDP", f"{format_bytes(rest)} not owned"]
+    parts += [f"{format_bytes(before)} from before sharding"] if before else []
+    return f"the whole process uses up to {format_bytes(whole)}: {', '.join(parts)}"
 
 
 def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis, *, row: int) -> None:
@@ -58,7 +59,7 @@ def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis
         row: of the subplot.
     """
     found = series(header, shown, MAX_MOMENTS)
-    num_bytes, unit = theme.byte_unit(int(found.resident.max(initial=1)))
+    num_bytes, unit = byte_unit(int(found.resident.max(initial=1)))
     ends = np.maximum.accumulate(np.append(found.t_ns, last_ns(shown.rows)))
     x = axis(ends)
     for name, amount in _parts(found).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from workbench.replay.grouping import MAX_RUNS, by_value, label, ranges, runs
+from workbench.text_formats import plural
 from workbench.trace.schema import Header
 from workbench.views import theme
 
@@ -46,7 +47,7 @@ def several(header: Header, groups: Sequence[Iterable[int]], most: int = 4) -> s
     """Return a label for some groups of ranks, with a count of the groups beyond ``most``."""
     named = "; ".join(who(header, ranks) for ranks in groups[:most])
     left = len(groups) - most
-    return f"{named} and {theme.plural(left, 'more group')} of ranks" if left > 0 else named
+    return f"{named} and {plural(left, 'more group')} of ranks" if left > 0 else named
 
 
 def hosts_of(header: Header) -> dict[str, list[int]]:

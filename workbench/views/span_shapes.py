@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from workbench.replay.arrivals import UNTOLD
 from workbench.replay.spans import Ints
-from workbench.views import theme
+from workbench.text_formats import time_unit
 
 MAX_RECTANGLES = 2000
 SCREEN_PIXELS = 1200
@@ -199,5 +199,5 @@ class TimeAxis:
 def time_axis(extent_ns: tuple[int, int]) -> TimeAxis:
     """Return the axis from one time to another."""
     begin_ns, end_ns = extent_ns[0], max(extent_ns[1], extent_ns[0] + 1)
-    ns, unit = theme.time_unit(end_ns - begin_ns)
+    ns, unit = time_unit(end_ns - begin_ns)
     return TimeAxis(origin_ns=begin_ns, end_ns=end_ns, ns=ns, unit=unit)

@@ -19,6 +19,7 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
+from workbench.text_formats import format_duration, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -115,7 +116,7 @@ def units_of_rank(header: Header, drawn: RankTrace) -> list[int]:
 
 def _title(header: Header, shown: Window, found: StateSpans, units: Sequence[int]) -> str:
     most, num_units = _most_at_once(found, units), len(units)
-    some = f"all {num_units} units" if most == num_units > 1 else f"at most {most} of {theme.plural(num_units, 'unit')}"
+    some = f"all {num_units} units" if most == num_units > 1 else f"at most {most} of {plural(num_units, 'unit')}"
     if not _is_split(header, units):
         return f"{shown}: nothing is sharded; {some} in use at once"
     return f"{shown}: {some} unsharded at once"
@@ -147,7 +148,7 @@ def _subtitle(
         else "each rank holds every unit in full; thin line: not in use",
         theme.clock_words(header, clock),
         hold_words(cuts),
-        f"{theme.plural(len(units) - MAX_UNITS, 'more unit')} not drawn: select units with --unit NAME"
+        f"{plural(len(units) - MAX_UNITS, 'more unit')} not drawn: select units with --unit NAME"
         if len(units) > MAX_UNITS
         else "",
     ]
@@ -208,6 +209,6 @@ def _hovers(bars: Rectangles, names: dict[int, str], axis: TimeAxis) -> list[str
         begin, end = axis(bars.begin_ns[i : i + 1])[0], axis(bars.end_ns[i : i + 1])[0]
         texts.append(
             f"<b>{names[int(bars.unit[i])]}</b> {UnitState(bars.colour[i]).words}<br>"
-            f"{times}{theme.format_duration(bars.duration_ns[i])}, from {begin:.4g} to {end:.4g} {axis.unit}"
+            f"{times}{format_duration(bars.duration_ns[i])}, from {begin:.4g} to {end:.4g} {axis.unit}"
         )
     return texts

@@ -24,6 +24,7 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.tracks import DRAWN, NUMBER
 from workbench.replay.units import unit_name, unseen_words
+from workbench.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
@@ -171,7 +172,7 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
     apart = f"different: {who(header, odd)}" if odd and together else ""
     left = [ranks for ranks in alike if not names.keys() & set(ranks)]
     num_left_out = sum(map(len, left))
-    left_out = f"{theme.plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
+    left_out = f"{plural(num_left_out, 'rank')} not drawn" if num_left_out else ""
     if left and len(parts) > MANY:
         left_out += f" ({several(header, left)}): draw one with --rank {left[0][0]}"
     return dict(sorted(names.items())), " · ".join(text for text in (chosen, apart, left_out) if text)
@@ -212,10 +213,10 @@ def _title(
     begin_ns, end_ns = drawn.extent_ns
     has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
-    low, high = theme.format_share(min(shares)), theme.format_share(max(shares))
+    low, high = format_share(min(shares)), format_share(max(shares))
     share = low if low == high else f"{low.rstrip('%')} to {high}"
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
-    duration = theme.format_duration(end_ns - begin_ns)
+    duration = format_duration(end_ns - begin_ns)
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
     if drawn.clock is ClockSource.ENQUEUED:
         return f"{begun} on the host"
@@ -263,11 +264,11 @@ def _last_words(bars: Rectangles, i: int, between_ns: int) -> str:
     """Return who came last to a collective, or that it is unknown, as text; empty for several merged ones."""
     last = int(bars.last[i])
     if last == TOO_CLOSE and bars.count[i] == 1:
-        error = theme.format_duration(between_ns)
+        error = format_duration(between_ns)
         return f"last rank unknown: arrivals differ by less than the clock error of {error}"
     if last < 0 or bars.count[i] > 1:
         return ""
-    return f"{label([last])} arrived last, by {theme.format_duration(int(bars.last_ns[i]))}"
+    return f"{label([last])} arrived last, by {format_duration(int(bars.last_ns[i]))}"
 
 
 def _unit(header: Header, unit: int) -> str:
@@ -279,14 +280,14 @@ def _amount(bars: Rectangles, i: int) -> str:
     duration_ns, exposed_ns, kind = int(bars.duration_ns[i]), int(bars.exposed_ns[i]), Kind(bars.colour[i])
     parts = [
         f"{bars.count[i]} of them" if bars.count[i] > 1 else "",
-        theme.format_bytes(int(bars.num_bytes[i])) if bars.num_bytes[i] else "",
-        theme.format_duration(duration_ns) + ("" if bars.ended[i] else " and not ended"),
+        format_bytes(int(bars.num_bytes[i])) if bars.num_bytes[i] else "",
+        format_duration(duration_ns) + ("" if bars.ended[i] else " and not ended"),
     ]
     if kind == Kind.WAIT:
         parts.append("exposed")
     elif kind in COLLECTIVES:
         hidden_ns = max(duration_ns - exposed_ns, 0)
-        parts.append(f"{theme.format_duration(exposed_ns)} exposed, {theme.format_duration(hidden_ns)} hidden")
+        parts.append(f"{format_duration(exposed_ns)} exposed, {format_duration(hidden_ns)} hidden")
     return ", ".join(part for part in parts if part)
 
 

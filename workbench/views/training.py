@@ -18,6 +18,7 @@ from workbench.events import Kind
 from workbench.replay.grouping import ranges, runs
 from workbench.replay.paused_time import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
+from workbench.text_formats import format_duration, format_loss, plural, time_unit
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -54,7 +55,7 @@ def _panels(result: Summary) -> list[tuple[Series, dict[str, str]]]:
     """Return the series to draw, each with its vertical axis: the loss, the step time, everything else."""
     found = [(s, {"title_text": theme.escape(theme.shorten(name, 28))}) for name, s in result.metrics.items()]
     if len(result.step_times.steps):
-        divisor, unit = theme.time_unit(float(np.median(result.step_times.high)))
+        divisor, unit = time_unit(float(np.median(result.step_times.high)))
         times = _scaled(result.step_times, 1 / divisor), {"title_text": f"step time [{unit}]", "rangemode": "tozero"}
         found.insert(LOSS in result.metrics, times)
     return found
@@ -65,14 +66,14 @@ def _scaled(series: Series, factor: float) -> Series:
 
 
 def _title(result: Summary) -> str:
-    steps = theme.plural(result.num_steps, "step")
+    steps = plural(result.num_steps, "step")
     losses = result.losses
     loss = f"Loss {_loss(losses[0])} → {_loss(losses[-1])} in {steps}" if len(losses) else f"{steps}, no loss logged"
-    return f"{loss}, {theme.format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
+    return f"{loss}, {format_duration(result.step_ns)} a step (median)" if result.num_steps else loss
 
 
 def _loss(value: float) -> str:
-    return theme.format_loss(value, "#.4g")
+    return format_loss(value, "#.4g")
 
 
 def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
@@ -97,7 +98,7 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     if len(result.step_times.steps) and clock:
         sentences.append(f"{theme.begun(clock)}.")
     if num_left_out:
-        sentences.append(f"{theme.plural(num_left_out, 'more metric')} not drawn.")
+        sentences.append(f"{plural(num_left_out, 'more metric')} not drawn.")
     return theme.joined(sentences, " ")
 
 

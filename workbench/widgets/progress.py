@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TextIO, TypeVar
 
 from workbench.reports.step_progress import Progress
-from workbench.views.theme import ERROR_TEXT, format_duration, format_long, format_loss, plural
+from workbench.text_formats import ERROR_TEXT, format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
 

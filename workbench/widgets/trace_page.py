@@ -14,9 +14,9 @@ import json
 
 from plotly.offline import get_plotlyjs
 
+from workbench.text_formats import plural
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
-from workbench.views.theme import plural
 from workbench.widgets.js_bundle import STATIC, joined
 from workbench.widgets.recorded import packed
 
