@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
-from workbench import __version__, cli, demo, doctor
-from workbench import workbench as workbench_module
+from workbench import __version__, cli, demo, doctor, script_ranks
 from workbench.demo import Communication, DemoError, DemoReport
 from workbench.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import RankError, UsageError
@@ -397,13 +396,13 @@ VERIFIED = VerifyReport(
 
 
 class FakeRanks:
-    """Stands for a workbench whose script gives ``report`` or raises it."""
+    """Stands for ranks whose script gives ``report`` or raises it."""
 
     report = VERIFIED
     calls: tuple = ()
 
-    def __init__(self, num_ranks, device):
-        FakeRanks.calls = ((num_ranks, device),)
+    def __init__(self, num_ranks, on_output):
+        FakeRanks.calls = (num_ranks,)
 
     def __enter__(self):
         return self
@@ -411,10 +410,10 @@ class FakeRanks:
     def __exit__(self, *_):
         return None
 
-    def run_cell(self, code):
-        compile(code, "cell", "exec")
+    def take_our_engine(self):
+        FakeRanks.calls += ("our engine",)
 
-    def run_script(self, script, args, on_output):
+    def run_script(self, script, args):
         FakeRanks.calls += ((script, tuple(args)),)
 
     def verify(self, model, fn):
@@ -436,10 +435,10 @@ class FakeRanks:
     ],
 )
 def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
-    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    monkeypatch.setattr(script_ranks, "ScriptRanks", FakeRanks)
     monkeypatch.setattr(FakeRanks, "report", report)
     assert cli.main(["verify", "train.py", "-n", "3", "--lr", "1e-3", "--fn", "fit", "--json", "more"]) == status
-    assert FakeRanks.calls == ((3, "cpu"), ("train.py", ("--lr", "1e-3", "more")), ("", "fit"))
+    assert FakeRanks.calls == (3, "our engine", ("train.py", ("--lr", "1e-3", "more")), ("", "fit"))
     said = capsys.readouterr()
     document = json_schema.read(said.out)
     assert document["command"] == "verify"
@@ -448,9 +447,9 @@ def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
 
 
 def test_verify_passes_what_follows_two_hyphens_to_the_script(monkeypatch, capsys):
-    monkeypatch.setattr(workbench_module, "Workbench", FakeRanks)
+    monkeypatch.setattr(script_ranks, "ScriptRanks", FakeRanks)
     assert cli.main(["verify", "train.py", "--", "-n", "3"]) == 0
-    assert FakeRanks.calls[:2] == ((2, "cpu"), ("train.py", ("-n", "3")))
+    assert FakeRanks.calls[:3] == (2, "our engine", ("train.py", ("-n", "3")))
     assert capsys.readouterr().out.startswith("sharded training is the same as unsharded: 4 parameters")
 
 

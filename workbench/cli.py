@@ -146,15 +146,6 @@ _VERIFY_NEEDS = (
     "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
     "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
 )
-_TAKE_OUR_ENGINE = """\
-import torch.distributed.fsdp as theirs
-from workbench import engine
-from workbench.engine import classic
-vars(theirs).update({
-    name: getattr(ours, name) for ours in (engine, classic) for name in ours.__all__ if hasattr(theirs, name)
-})
-del theirs, engine, classic
-"""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -382,12 +373,12 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from workbench.workbench import Workbench  # noqa: PLC0415 - loaded when used
+    from workbench.script_ranks import ScriptRanks  # noqa: PLC0415 - loaded when used
 
     try:
-        with Workbench(args.num_ranks, device="cpu") as ranks:
-            ranks.run_cell(_TAKE_OUR_ENGINE)
-            ranks.run_script(args.script, args.rest, on_output=_show_output)
+        with ScriptRanks(args.num_ranks, _show_output) as ranks:
+            ranks.take_our_engine()
+            ranks.run_script(args.script, args.rest)
             try:
                 report = ranks.verify(args.model, args.fn)
             except UsageError as error:

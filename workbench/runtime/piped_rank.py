@@ -1,0 +1,102 @@
+"""A rank that serves one command line: a plain process, which reads requests from a pipe and answers through another.
+
+A request is a line of JSON: the name of a function of :mod:`workbench.runtime.rank`, or one of those below, and what it
+is given. The answer is a line too: what the function returned, or what it raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Any
+
+import torch.distributed.fsdp as torch_fsdp
+
+from workbench import engine
+from workbench.engine import classic
+from workbench.runtime import rank, tracebacks
+
+
+def main(requests: int, answers: int) -> None:
+    """Serve requests until the other end of the pipe is closed; in the middle of one, the process then ends at once.
+
+    Args:
+        requests: file descriptor to read from.
+        answers: file descriptor to write to.
+    """
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    busy = threading.Event()
+    for descriptor in (requests, answers):
+        os.set_inheritable(descriptor, False)
+
+    def read() -> None:
+        with os.fdopen(requests) as lines:
+            for line in lines:
+                busy.set()
+                waiting.put(line)
+        waiting.put("")
+        if busy.is_set():
+            os.killpg(0, signal.SIGKILL)  # with the processes that the script has started
+
+    threading.Thread(target=read, daemon=True).start()
+    with os.fdopen(answers, "w") as out:
+        while line := waiting.get():
+            answer = json.dumps(_answer(**json.loads(line)))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            busy.clear()
+            out.write(f"{answer}\n")
+            out.flush()
+    rank.shutdown()
+
+
+def _answer(function: str, given: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON data
+    try:
+        return {"value": _FUNCTIONS[function](given)}
+    except BaseException as error:  # noqa: BLE001 - a script may raise anything
+        return {"error": _report(error)}
+
+
+def _ask(request: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
+    """Answer a request of the control thread, without buffers."""
+    return rank.handle_request(request)[0]
+
+
+def _take_our_engine(_: object) -> None:
+    """Let what the script imports from torch's FSDP be the workbench's engine."""
+    for ours in (engine, classic):
+        vars(torch_fsdp).update({name: getattr(ours, name) for name in ours.__all__ if hasattr(torch_fsdp, name)})
+
+
+_FUNCTIONS = {
+    "boot": rank.boot,
+    "connect": rank.connect,
+    "execute": rank.execute,
+    "ask": _ask,
+    "take_our_engine": _take_our_engine,
+}
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    """Return an exception as plain data, with the innermost line of the script."""
+    file, line = getattr(sys.modules["__main__"], "__file__", None), None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == file:
+            line = number
+    return {
+        "ename": type(error).__name__,
+        "evalue": str(error),
+        "traceback": "".join(tracebacks.fold(_render)(type(error), error, error.__traceback__)).rstrip(),
+        "line": line,
+        "script": "" if line is None else os.path.basename(str(file)),
+    }
+
+
+def _render(kind: type[BaseException], error: BaseException, frames: TracebackType | None, *_: object) -> list[str]:
+    return traceback.format_exception(kind, error, frames)
