@@ -91,3 +91,38 @@ def test_while_a_rank_lives_a_start_names_the_dead_and_the_remedy():
         bench.stop()
         bench.start(num_ranks=1)
         assert bench.run_cell("print(world_size)").texts == {0: "1\n"}
+
+
+THREE_MODELS = """
+import os, signal
+from workbench.engine.classic import FullyShardedDataParallel as Wrapper, StateDictType
+torchs, classic = Net(), Net()
+
+def train_step():
+    outputs = [each(torch.randn(8, 16)).sum() for each in (model, torchs, classic)]
+    outputs[0].backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sum(outputs[1:]).backward()
+"""
+RESCUE = """
+for each in (model, torchs):
+    print({name: tuple(value.to_local().shape) for name, value in each.state_dict().items()}["head.weight"])
+with Wrapper.state_dict_type(classic, StateDictType.LOCAL_STATE_DICT):
+    print(sum(value.to_local().numel() for value in classic.state_dict().values()))
+print(len(opt.state_dict()["state"]))
+"""
+
+
+def test_after_a_death_inside_a_step_the_others_still_have_their_shards():
+    with Workbench(2, device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap=["Block"])
+        bench.step(1)
+        bench.run_cell(THREE_MODELS)
+        bench.shard("torchs", wrap=["Block"], engine="torch")
+        bench.shard("classic", wrap=["Block"], api="classic")
+        with pytest.raises(RankDied, match="rank 0 can still run cells with %%fsdp -t 0"):
+            bench.step(1)
+        local = 26 + 3 * 552  # half of each flat parameter
+        assert bench.run_cell(RESCUE, ranks=[0]).texts == {0: f"(2, 16)\n(2, 16)\n{local}\n20\n"}

@@ -19,7 +19,6 @@ from workbench.engine._torch import name_groups_from, named_groups, new_group
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.cancellable_waits import cancellation
-from workbench.engine.fsdp_state import roots
 from workbench.errors import ClusterError
 from workbench.ports import LOOPBACK
 from workbench.protocol.starting import Address, HostInfo
@@ -198,8 +197,6 @@ class ProcessGroups:
         cancellation.reset()
         self._init(generation)
         new = self._revive({name: of for name, of in ranks.items() if not name.startswith(process_groups.OWN)}, number)
-        for root in list(roots):
-            root.reset_iter_state()
         return [(group, new[name]) for name, group in old.items() if name in new]
 
     def _revive(self, known: dict[str, list[int]], number: int) -> dict[str, dist.ProcessGroup]:

@@ -1,6 +1,7 @@
 """Entry points of one rank. The cluster calls these functions by name, in the engine's process.
 
-:func:`boot`, :func:`connect`, :func:`execute`, :func:`recover` and :func:`shutdown` run in the main thread.
+:func:`boot`, :func:`connect`, :func:`execute`, :func:`give_up_step`, :func:`recover` and :func:`shutdown` run in the
+main thread.
 :func:`handle_request` runs in the control thread while the main thread may be busy: it only reads state or sets flags.
 """
 
@@ -25,7 +26,7 @@ from workbench.engine import backends, process_groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
-from workbench.engine.fsdp_state import raised_in
+from workbench.engine.fsdp_state import raised_in, roots
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.commands import Command, RankRequest, Reshard, Run, Shard, Step, Verify, VerifyReply, from_dict
@@ -349,6 +350,25 @@ def execute(command: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+def give_up_step() -> None:
+    """Discard the step that was under way when another rank died: models hold this rank's shards again.
+
+    It needs no other rank. The process groups stay as they are, so collectives keep raising.
+    """
+    runtime = _this_rank()
+    _discard_step(runtime)
+    with runtime.watch.paused():
+        runtime.watch.renew(())
+
+
+def _discard_step(runtime: RankRuntime) -> None:
+    """Drop what is left of the step under way, without waiting for anything."""
+    runtime.gate.forget_requests()
+    runtime.recorder.give_up_step()
+    for root in tuple(roots):
+        root.reset_iter_state()
+
+
 def recover(generation: str) -> None:
     """Rebuild the process groups after a failure and make the next step clean; collective over all ranks.
 
@@ -358,8 +378,7 @@ def recover(generation: str) -> None:
         generation: a name that no earlier call used, equal on all ranks.
     """
     runtime = _this_rank()
-    runtime.gate.forget_requests()
-    runtime.recorder.give_up_step()
+    _discard_step(runtime)
     with runtime.watch.paused():
         replaced = runtime.groups.rebuild(generation)
         exchange(replaced)
