@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.helpers.forked_ranks import run_ranks
@@ -13,7 +14,6 @@ from tests.helpers.parity import assert_same_shards, shard_net
 from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import adamw, batch, loss_of, make_net
 from tests.helpers.unsharded_copy import train_both
-from workbench.engine import fully_shard
 from workbench.events import Category
 
 
@@ -104,16 +104,26 @@ def test_a_state_dict_assigned_on_meta(world_size):
     run_ranks(world_size, loaded_on_meta)
 
 
-def plain_values() -> str:
-    model = fully_shard(nn.Linear(2, 3))
+def plain_values(unsharded_first: bool) -> str:
+    source = make_net(seed=1, num_blocks=2)
+    model = shard_net(make_net(seed=2, num_blocks=2), reshard_after_forward=False)
+    if unsharded_first:
+        model(batch(0, 0))
+    mixed = model.state_dict() | {"blocks.1.mlp.0.weight": source.blocks[1].mlp[0].weight}
     with pytest.raises(TypeError) as refused:
-        model.load_state_dict({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, assign=True)
+        model.load_state_dict(mixed, assign=True)
+    assert_same_shards(model, make_net(seed=2, num_blocks=2))
+    set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_same_shards(model, source)
+    train_both(source, model, 2)
     return str(refused.value)
 
 
-def test_assigning_plain_values_says_which_parameter():
-    (message,) = run_ranks(1, plain_values)
-    assert message.startswith("parameter 'weight' was replaced by a plain Parameter after fully_shard")
+@pytest.mark.parametrize("unsharded_first", [False, True])
+def test_assigning_a_whole_tensor_loads_nothing_and_names_the_call_that_loads_it(unsharded_first):
+    for message in run_ranks(2, plain_values, unsharded_first):
+        assert message.startswith("load_state_dict(assign=True): parameter 'blocks.1.mlp.0.weight' is sharded")
+        assert "set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True))" in message
 
 
 def of_an_optimizer() -> None:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from workbench.engine import probe, process_groups, root_checks
+from workbench.engine import probe, process_groups, refusal_text, root_checks
 from workbench.engine._torch import (
     base_of,
     is_in_backward,
@@ -127,6 +129,7 @@ class FSDPState:
     def _state_dict_hooks(self) -> list[RemovableHandle]:
         """Register the hooks that make state dicts hold shards and load into shards."""
         handles = [module.register_load_state_dict_post_hook(self._after_load) for module in self.modules]
+        handles += [module.register_load_state_dict_pre_hook(_check_assigned) for module in self.modules]
         for module in self._owners():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
@@ -622,6 +625,28 @@ def _states_of(modules: Iterable[nn.Module]) -> tuple[FSDPState, ...]:
 def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     """Return the units of ``states``; a call on modules without parameters has none."""
     return [unit for state in states for unit in state.units]
+
+
+def _check_assigned(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    metadata: Mapping[str, Any],
+    *_: Any,  # noqa: ANN401 - hook signature
+) -> None:
+    """Check, before any is assigned, that a state dict has no whole tensors for sharded parameters below ``module``.
+
+    Raises:
+        TypeError: it has one.
+    """
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    names = root_checks.names_below((module,))
+    for unit in units_of(_states_of(names)):
+        for place, name in (place for param in unit.fsdp_params for place in param.info.places):
+            key = prefix + root_checks.full_name(names, place, name)
+            if not isinstance(state_dict.get(key), (DTensor, NoneType)):
+                raise TypeError(refusal_text.assigned_whole(key))
 
 
 # ---- the root

@@ -14,3 +14,12 @@ def used_after_reshard(fqn: str, unit: str) -> str:
 def is_sharded(fqn: str, call: str, within: str) -> str:
     """Return the message that ``fqn`` is sharded: ``call`` this instead, or compute ``within`` that."""
     return f"parameter {fqn!r} is sharded; call {call}, or compute {within}"
+
+
+def assigned_whole(key: str) -> str:
+    """Return the message that a state dict to assign has a whole tensor for the sharded parameter ``key``."""
+    return (
+        f"load_state_dict(assign=True): parameter {key!r} is sharded, and the state dict has a whole tensor for it; "
+        "nothing was loaded. Call set_model_state_dict(model, state_dict, "
+        "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+    )
