@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections import Counter
 from contextlib import nullcontext
 
@@ -44,6 +45,8 @@ if os.environ.get("MUTANT_UNDER_TEST") == "stats":  # `make mutants` looks which
 
 
 def pytest_configure():
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it starts with &
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     leaks.mark()
 
 

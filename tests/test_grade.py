@@ -1,6 +1,7 @@
 """Grading a notebook: which checks it has, and what became of each."""
 
 import json
+import math
 import signal
 import socket
 import subprocess
@@ -218,7 +219,8 @@ def test_outputs_that_were_saved_do_not_count(tmp_path):
 
 ODD = f"""
 from IPython.display import display
-for record in (3, {{}}, {{"name": "a", "points": "x", "findings": []}}, {{"name": "a", "points": 1, "findings": [1]}}):
+for record in (3, {{}}, {{"name": "a", "points": "x", "findings": []}}, {{"name": "a", "points": 1, "findings": [1]}},
+               {{"name": "a", "points": float("nan"), "findings": []}}):
     display({{"{grade.CHECK_MIME}": record}}, raw=True)
 """
 
@@ -307,9 +309,39 @@ def is_gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_processes_that_a_notebook_leaves_are_ended(tmp_path):
-    grade.grade(saved(tmp_path / "x.ipynb", IMPORT, CHILD, "check('a', same(1, 1))"))
+ORPHAN = """
+import os, subprocess, sys, time
+program = "import os, time; os.fork() and os._exit(0); open('pid', 'w').write(str(os.getpid())); time.sleep(1000)"
+subprocess.run([sys.executable, "-c", program], env={}, start_new_session=True)
+while not (os.path.exists("pid") and open("pid").read()):
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("code", [CHILD, ORPHAN])
+def test_processes_that_a_notebook_leaves_are_ended(code, tmp_path):
+    grade.grade(saved(tmp_path / "x.ipynb", IMPORT, code, "check('a', same(1, 1))"))
     assert has_ended(tmp_path / "pid")
+
+
+def test_a_grading_that_is_killed_leaves_no_process(tmp_path):
+    path = saved(tmp_path / "x.ipynb", CHILD, "import time; time.sleep(1000)", "check('a')")
+    process = subprocess.Popen([sys.executable, "-m", "workbench.cli", "grade", str(path)])
+    eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    kernel = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    eventually(lambda: all(is_gone(each.pid) for each in kernel))
+    eventually(lambda: has_ended(tmp_path / "pid"))
+
+
+@pytest.mark.parametrize("points", [None, "abc", "3", math.nan, math.inf, -1, True])
+def test_points_that_are_no_number_are_named(points, tmp_path, capsys):
+    meta = {"nbgrader": {"grade": True, "grade_id": "g", "points": points}}
+    path, results = saved(tmp_path / "x.ipynb", ("1", meta)), tmp_path / "results.json"
+    assert cli.main(["grade", str(path), "--gradescope", str(results)]) == 2
+    assert f"the cell 'g' has \"points\": {points!r} in nbgrader's metadata" in capsys.readouterr().err
+    assert json.loads(results.read_text())["score"] == 0
 
 
 def test_ctrl_c_ends_every_process(tmp_path):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import math
 import os
 import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
+from workbench.cluster import processes
+from workbench.cluster.reaper import Reaper
 from workbench.course.checks import CHECK_MIME, CheckFailed
 from workbench.course.predictions import PREDICTION_MIME, UNATTENDED
 from workbench.errors import UsageError, without_colours
@@ -37,7 +41,6 @@ TIMEOUT_S = 1800
 
 Status = Literal["passed", "failed", "not reached"]
 
-_MARK = "WORKBENCH_GRADED"  # in the environment of every process of a run
 _END_S = 5.0  # for which processes may end by themselves
 
 
@@ -155,7 +158,8 @@ def grade(path: Path, *, against: Path | None = None, timeout_s: float = TIMEOUT
         timeout_s: seconds that the notebook may take.
 
     Raises:
-        UsageError: a file is missing or is not a notebook, there is no check, or the kernel did not start.
+        UsageError: a file is missing or is not a notebook, there is no check, its points are no number, or the kernel
+            did not start.
     """
     notebook = read_notebook(path)
     cells = {index: found for index, cell in enumerate(notebook.cells) if (found := graded_cell(cell)) is not None}
@@ -225,6 +229,9 @@ def graded_cell(cell: NotebookNode) -> tuple[ExpectedCheck, ...] | None:
     """Return the checks of a cell; None if it has none.
 
     The points of nbgrader's metadata are divided among the checks of the cell in proportion to their own.
+
+    Raises:
+        UsageError: these points are no number.
     """
     if cell.cell_type != "code":
         return None
@@ -233,11 +240,21 @@ def graded_cell(cell: NotebookNode) -> tuple[ExpectedCheck, ...] | None:
     is_automatic = bool(meta.get("grade")) and not meta.get("solution")
     if not is_automatic:
         return found or None
-    points = float(meta.get("points", 1))
+    name, points = str(meta.get("grade_id", "cell")), meta.get("points", 1)
+    if not _is_worth(points):
+        raise UsageError(
+            f'the cell {name!r} has "points": {points!r} in nbgrader\'s metadata: write a number from 0 on'
+        )
     if not found:
-        return (ExpectedCheck(name=str(meta.get("grade_id", "cell")), points=points, is_cell=True),)
+        return (ExpectedCheck(name=name, points=float(points), is_cell=True),)
     total = sum(check.points for check in found) or 1
     return tuple(replace(check, points=check.points * points / total) for check in found)
+
+
+def _is_worth(points: object) -> bool:
+    """Return whether ``points`` is a number that a check can be worth."""
+    is_number = isinstance(points, int | float) and not isinstance(points, bool)
+    return is_number and math.isfinite(points) and points >= 0
 
 
 def _nbgrader(cell: NotebookNode) -> Mapping[str, Any]:
@@ -257,8 +274,8 @@ def _checks_in(source: str) -> Iterator[ExpectedCheck]:
         name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
         if name == "check" and call.args and isinstance(call.args[0], ast.Constant):
             points = next((each.value for each in call.keywords if each.arg == "points"), None)
-            worth = points.value if isinstance(points, ast.Constant) and isinstance(points.value, int | float) else 1
-            yield ExpectedCheck(name=str(call.args[0].value), points=float(worth))
+            worth = points.value if isinstance(points, ast.Constant) else 1
+            yield ExpectedCheck(name=str(call.args[0].value), points=float(worth) if _is_worth(worth) else 1.0)
 
 
 def with_cells_of(
@@ -325,6 +342,7 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
     """
     deadline = time.monotonic() + timeout_s
     mark, begun, problem = uuid.uuid4().hex, -1, ""
+    has_ended = threading.Event()
 
     def note(cell: NotebookNode, cell_index: int) -> None:
         nonlocal begun
@@ -333,7 +351,7 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
 
     def run() -> None:
         nonlocal problem
-        environment = {**os.environ, UNATTENDED: "1", _MARK: mark}
+        environment = {**os.environ, UNATTENDED: "1", processes.MARKER: mark}
         try:
             asyncio.run(client.async_execute(env=environment))
         except CellExecutionError as error:
@@ -342,52 +360,53 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
             problem = f"cell {begun + 1} was running when the notebook had taken {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - of the kernel's process or its sockets
             problem = f"the kernel died in cell {begun + 1}: {error}" if begun >= 0 else f"the kernel failed: {error}"
+        finally:
+            has_ended.set()
 
     options = {
         "timeout_func": lambda _cell: max(int(deadline - time.monotonic()), 1),
         "allow_error_names": [CheckFailed.__name__],
         "on_cell_start": note,
     }
-    with notebook_client(notebook, folder, max(int(timeout_s), 1), **options) as client:
-        # in a thread: in the main thread nbclient handles Ctrl-C itself, and leaves the processes of ranks
-        thread = threading.Thread(target=run, name="graded notebook")
-        thread.start()
-        try:
-            thread.join()
-        except KeyboardInterrupt:
-            _end_processes(mark, within_s=0)
-            thread.join()
-            raise
-        finally:
-            _end_processes(mark, within_s=_END_S)
+    reaper = Reaper(mark)  # ends the processes if this one is killed
+    try:
+        with (
+            processes.adopting_orphans() as brood,
+            notebook_client(notebook, folder, max(int(timeout_s), 1), **options) as client,
+        ):
+            # in a thread: in the main thread nbclient handles Ctrl-C itself, and leaves the processes of ranks
+            threading.Thread(target=run, name="graded notebook").start()
+            try:
+                has_ended.wait()
+            except KeyboardInterrupt:
+                _end_processes(mark, brood, within_s=0)
+                has_ended.wait()
+                raise
+            finally:
+                _end_processes(mark, brood, within_s=_END_S)
+    finally:
+        reaper.close(_END_S)
     if begun < 0 and problem:
         raise UsageError(f"the notebook did not run: {problem}")
     return problem
 
 
-def _end_processes(mark: str, within_s: float) -> None:
-    """End the processes with ``mark`` in their environment; they have some time to end by themselves."""
+def _end_processes(mark: str, brood: Callable[[], set[psutil.Process]], within_s: float) -> None:
+    """End the processes of a run; they have some time to end by themselves.
+
+    Args:
+        mark: in their environment, unless they have changed it.
+        brood: returns all processes below this one.
+        within_s: the time, in seconds.
+    """
     deadline = time.monotonic() + within_s
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        psutil.wait_procs(found, timeout=0.1)
-    while found := _marked(mark):  # a process that ends may have started another one
+    while (found := processes.belonging(mark, brood())) and time.monotonic() < deadline:
+        processes.wait_for_end(found, 0.1)
+    while found := processes.belonging(mark, brood()):  # a process that ends may have started another one
         for process in found:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(found, timeout=1)
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            continue
-    return found
+        processes.wait_for_end(found, 1.0)
 
 
 # ---- its outputs
@@ -424,7 +443,7 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
     findings = record.get("findings")
     return (
         isinstance(record.get("name"), str)
-        and isinstance(record.get("points"), int | float)
+        and _is_worth(record.get("points"))
         and isinstance(findings, list)
         and all(isinstance(each, Mapping) and "sentence" in each for each in findings)
     )

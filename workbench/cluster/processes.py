@@ -7,12 +7,15 @@ its environment (so that workers started by a user's code on a rank belong to it
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -28,6 +31,7 @@ THREAD_VARIABLES = (
 )
 
 _POLL_S = 0.02
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
 class ChildProcess:
@@ -134,6 +138,31 @@ def _marked(cluster_id: str) -> Iterable[psutil.Process]:
                 yield process
         except (psutil.Error, OSError):  # not ours to read, or just gone: so not in the cluster
             continue
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[Callable[[], set[psutil.Process]]]:
+    """Make this process the parent of its descendants whose own parent ends, within the body; on Linux only.
+
+    So those are found that have left their session and changed their environment.
+
+    Yields:
+        returns all processes below this one that have begun since.
+    """
+    me, is_linux, before_us = psutil.Process(), sys.platform == "linux", ctypes.c_int()
+    before = set(me.children(recursive=True))
+    if is_linux:
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before_us), 0, 0, 0)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield lambda: set(me.children(recursive=True)) - before
+    finally:
+        for child in set(me.children()) - before:
+            with suppress(OSError):  # one that its own waiting thread has asked for
+                os.waitpid(child.pid, os.WNOHANG)
+        if is_linux:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, before_us.value, 0, 0, 0)
 
 
 def end(cluster_id: str, adopted: Iterable[psutil.Process], *, grace_s: float, deadline_s: float = 5.0) -> bool:
