@@ -636,7 +636,7 @@ def test_a_failed_recovery_names_the_culprit_and_every_line_gives_a_remedy(train
     obstacle = (
         "the ranks could not rebuild their process groups (rank 1 raised AssertionError: no group): "
         "%fsdp stop, then %fsdp start; "
-        "ranks 0, 2-3 can still run cells with %%fsdp -t 0,2-3"
+        "ranks 0-3 can still run cells with %%fsdp -t 0-3"
     )
     assert str(caught.value).splitlines()[0] == "rank 1 raised ValueError: my mistake"
     assert str(caught.value).splitlines()[-1] == obstacle
@@ -646,16 +646,20 @@ def test_a_failed_recovery_names_the_culprit_and_every_line_gives_a_remedy(train
         with pytest.raises(ClusterError) as later:
             refused()
         assert str(later.value) == obstacle
-    assert len(trained.sent("recover")) == 1
+    assert len(trained.sent("recover")) == 3  # each tries again
     assert trained.status().headline == obstacle
     assert trained.where().headline == f"4 ranks idle; {obstacle}"
     trained.fake.script["cell"] = prints("still here")
-    assert trained.run_cell("x", ranks=[0]).texts == {0: "still here"}
+    for named in ([0], [0, 1, 2, 3]):
+        assert trained.run_cell("x", ranks=named).texts == dict.fromkeys(named, "still here")
     trained.fake.script["cell"] = raises("ValueError", "another")
     with pytest.raises(RankError, match="another") as caught:
         trained.run_cell("x", ranks=[0])
     assert "idle again" not in str(caught.value)
-    assert len(trained.sent("recover")) == 1
+    assert len(trained.sent("recover")) == 3
+    trained.fake.script["recover"], trained.fake.script["cell"] = gives({}), prints("well")
+    assert trained.run_cell("x").texts == dict.fromkeys(range(4), "well")
+    assert trained.status().obstacle == ""
 
 
 def test_a_recovery_names_the_missing_rank(trained, monkeypatch):

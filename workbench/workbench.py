@@ -634,7 +634,7 @@ class Workbench:
         if session.request is not None and session.request.state == "stopped":
             return self._cell_inside(session, code, ranks, on_output)
         listener = RequestListener(on_output=on_output, on_standing=on_standing)
-        return cast(CellReport | StopReport, session.run_cell(code, select(ranks, self.num_ranks), listener))
+        return cast(CellReport | StopReport, session.run_cell(code, ranks, listener))
 
     @staticmethod
     def _cell_inside(session: Session, code: str, ranks: Sequence[int] | None, on_output: OnOutput) -> CellReport:

@@ -12,11 +12,10 @@ class Ranks:
 
     def __init__(self, **by):
         self.answers = {rank: Answer() for rank in range(3)}
-        self.by, self.used, self.stores = by, [], []
+        self.by, self.used = by, []
 
     def ask(self, request, ranks, timeout_s):
         self._use(request.word, ranks)
-        self.stores += [request.store] if isinstance(request, Shut) else []
         return {}
 
     def interrupt(self, ranks):
@@ -41,19 +40,17 @@ GIVE_UP, SHUT = GiveUp(reason="").word, Shut().word
 )
 def test_each_means_is_for_those_whom_the_one_before_has_not_freed(by, used):
     ranks = Ranks(**by)
-    free(ranks, range(3), PendingReplies(ranks.answers), "stopped", store=True)
+    free(ranks, range(3), PendingReplies(ranks.answers), "stopped")
     assert ranks.used == used
-    assert ranks.stores == [True] * (len(used) > 1)
 
 
 def test_ranks_with_a_newer_request_get_no_signal():
     ranks = Ranks()
-    free(ranks, [0, 1], PendingReplies(ranks.answers), "stopped", store=False, interrupts=False)
+    free(ranks, [0, 1], PendingReplies(ranks.answers), "stopped", interrupts=False)
     assert ranks.used == [(GIVE_UP, [0, 1]), (SHUT, [0, 1])]
-    assert ranks.stores == [False]
 
 
 def test_a_rank_without_a_request_is_only_told_to_abort():
     ranks = Ranks()
-    free(ranks, range(4), PendingReplies(ranks.answers), "stopped", store=False)
+    free(ranks, range(4), PendingReplies(ranks.answers), "stopped")
     assert ranks.used == [(GIVE_UP, [0, 1, 2, 3]), (SHUT, [0, 1, 2]), ("interrupt", [0, 1, 2])]

@@ -300,7 +300,11 @@ class FakeCluster:
         self.ranks = [FakeRank(r, self.job.header) for r in self.job.ranks]
         self.modules = {rank: ["model"] for rank in range(num_ranks)}
         self.variables = {rank: ["model", "train_step", "mesh"] for rank in range(num_ranks)}
-        self.script: dict[str, Act | list[Act]] = {"recover": gives({}), "cell": gives(None)}
+        self.script: dict[str, Act | list[Act]] = {
+            "recover": gives({}),
+            "give_up_step": gives(None),
+            "cell": gives(None),
+        }
         self.log: list[tuple[Any, ...]] = []
         self.dead: set[int] = set()
         self.open: dict[int, list[Answer]] = {rank: [] for rank in range(num_ranks)}

@@ -89,6 +89,36 @@ def test_ctrl_c_ends_a_cell_that_computes_or_sleeps(living):
     assert living.run_cell("print('well')").texts[1].strip() == "well"
 
 
+INIT = "dist.init_process_group('gloo', rank=rank, world_size=world_size)\n"
+
+
+def test_a_cell_that_joins_the_process_group_is_told_that_it_is_in_one(living):
+    living.run_cell("import torch.distributed as dist")
+    with pytest.raises(RankError, match="twice! The ranks are in a process group from the start: leave init_process"):
+        living.run_cell(INIT)
+    living.run_cell("dist.destroy_process_group()")
+    assert living.run_cell("print(dist.is_initialized())").texts == {0: "False\n", 1: "False\n"}
+    assert living.step(1).steps_done == 1  # commands need the group
+    assert living.run_cell(f"{INIT}dist.barrier()\nprint(dist.is_initialized())").texts == {0: "True\n", 1: "True\n"}
+    living.run_cell(f"dist.destroy_process_group()\n{INIT}dist.barrier()")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "group = dist.new_group([0, 1])\nif rank == 0:\n    dist.barrier(group)",
+        "if rank == 0:\n    alone = dist.new_group([0, 1])",
+        "import os\nif rank:\n    dist.TCPStore('127.0.0.1', int(os.environ['MASTER_PORT']), 2, False).get('nothing')",
+    ],
+    ids=["its own group", "a group that others do not make", "a store"],
+)
+def test_an_interrupt_frees_a_cell_that_waits_in_torch(living, code):
+    with pytest.raises(Interrupted, match="idle again"):
+        living.run_cell(TOGETHER + code, on_output=CtrlCCallback())
+    living.run_cell("dist.barrier()")
+    assert living.step(1).steps_done == 1
+
+
 def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
     monkeypatch.setattr(living._session, "_quiet_s", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)

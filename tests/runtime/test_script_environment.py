@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +16,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.forked_ranks import run_ranks
+from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.script_environment import as_under_torchrun
 
 REPLACED = ("init_process_group", "destroy_process_group", "is_initialized", "new_group", "split_group")
@@ -44,8 +45,14 @@ def call(name, arguments):
     BODIES[name](**arguments)
 
 
+@contextmanager
 def script(**facts):
-    return as_under_torchrun(("train.py", "--lr", "1"), "/scripts", ranks(**facts))
+    membership = GroupMembership(ranks(**facts)).install()
+    try:
+        with as_under_torchrun(("train.py", "--lr", "1"), "/scripts", membership):
+            yield
+    finally:
+        membership.uninstall()
 
 
 def everything():

@@ -294,7 +294,7 @@ class Cluster:
         found = [each for each in worlds.values() if each and None not in map(worlds.get, {*each.engines} & {*worlds})]
         if not found:
             stranded = [rank for rank in reported if reported[rank] is not None]
-            free(channels, stranded, answers, _STOPPED, store=True, interrupts=False)
+            free(channels, stranded, answers, _STOPPED, interrupts=False)
         return max(found, key=lambda world: len(world.engines), default=None)
 
     @staticmethod
@@ -442,7 +442,7 @@ class Cluster:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not channels.is_busy(rank)]
             left = channels.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
             if not left.wait(_SHUTDOWN_S) and self._target is not None:  # busy for a notebook that is gone
-                free(channels, late(left, idle), left, _STOPPED, store=True)
+                free(channels, late(left, idle), left, _STOPPED)
                 left.wait(_SHUTDOWN_S)
             if self._target is not None:
                 self._hold({"leave": True})

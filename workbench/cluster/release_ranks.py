@@ -33,7 +33,6 @@ def free(
     pending: PendingReplies,
     reason: str,
     *,
-    store: bool,
     interrupts: bool = True,
 ) -> None:
     """Abort the current work of ``ranks``, escalating until ``pending`` completes; do not wait after the last step.
@@ -43,11 +42,10 @@ def free(
         ranks: the ranks to abort, idle ones included.
         pending: their current request, or one queued after it.
         reason: reason of the abort, which the ranks report.
-        store: also end their waits for the store, for good.
         interrupts: whether to send SIGINT as the last step; it could also end a request queued after ``pending``.
     """
     channel.ask(GiveUp(reason=reason), ranks, _ASK_S)
     if not pending.wait(SHUT_AFTER_S):
-        channel.ask(Shut(store=store), late(pending, ranks), _ASK_S)
+        channel.ask(Shut(), late(pending, ranks), _ASK_S)
     if interrupts and not pending.wait(SIGNAL_AFTER_S - SHUT_AFTER_S):
         channel.interrupt(late(pending, ranks))

@@ -441,6 +441,10 @@ def default_store() -> Store:
     return distributed_c10d._get_default_store()
 
 
+init_default_group, destroy_all_groups = dist.init_process_group, dist.destroy_process_group
+"""The functions themselves: in the user's code on ranks, others have their names."""
+
+
 def abort_process_groups() -> None:
     """Destroy all process groups without waiting for their work; ends NCCL kernels that wait for a peer."""
     distributed_c10d._abort_process_group()  # type: ignore[no-untyped-call,unused-ignore]

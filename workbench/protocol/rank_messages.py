@@ -361,13 +361,7 @@ class GiveUp(RankRequest[None]):
 
 @request("shut")
 class Shut(RankRequest[None]):
-    """Shuts the sockets of a rank's process groups, which ends collectives in the user's own code.
-
-    Attributes:
-        store: also shut the connection to the store: rank 0, which serves it, is gone, perhaps without closing it.
-    """
-
-    store: bool = False
+    """Shuts a rank's sockets to its peers and to the store, which ends what blocks in the user's own code."""
 
 
 @request("run to")

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import process_groups
-from workbench.engine._torch import name_groups_from, named_groups, new_group
+from workbench.engine._torch import init_default_group, name_groups_from, named_groups, new_group
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.cancellable_waits import cancellation
@@ -55,7 +55,8 @@ class ProcessGroups:
     device: torch.device
     device_name: str
     host: HostInfo
-    _store: Store | None = None
+    _server: Store | None = None
+    _address: Address | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _sockets: PeerSockets = field(default_factory=PeerSockets)
     _refusing: socket.socket | None = None
@@ -107,7 +108,7 @@ class ProcessGroups:
         # torch's own listener would bind every address, and look up the name of each rank that connects
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        self._store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self._server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
         return Address(host=host, port=port)
 
     def refuse(self) -> Address | None:
@@ -125,8 +126,7 @@ class ProcessGroups:
     def join(self, address: Address) -> None:
         """Join the other ranks; collective."""
         self._sockets.store_port = address.port
-        if self._store is None:
-            self._store = TCPStore(address.host, address.port, is_master=False)
+        self._address = address
         self._set_variables(address)
         self._backend.make_current()
         process_groups.around_creation = self._sockets.tracked
@@ -153,12 +153,14 @@ class ProcessGroups:
         os.environ.update(self._variables)
 
     def _init(self, generation: str) -> None:
-        if self._store is None:
+        if self._address is None:
             raise ClusterError(f"rank {self.rank} has no store: join first")
+        # a connection for each generation: that of the last one may have been shut
+        store = TCPStore(self._address.host, self._address.port, is_master=False)
         with self._sockets.tracked():
-            dist.init_process_group(
+            init_default_group(
                 self._backend.c10d,
-                store=PrefixStore(f"generation-{generation}", self._store),
+                store=PrefixStore(f"generation-{generation}", store),
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout=NEVER,
@@ -169,18 +171,14 @@ class ProcessGroups:
         """Cancel the engine's waits on this rank until groups are rebuilt; thread-safe, never blocks."""
         cancellation.cancel(reason)
 
-    def shut(self, *, store: bool = False) -> None:
-        """Free this rank from a collective that blocks inside C++; thread-safe, never blocks.
+    def shut(self) -> None:
+        """Free this rank from a collective, or a wait for the store, that blocks inside C++; thread-safe, never blocks.
 
         Call :meth:`abort` first, and this once every rank has left what it can leave: a collective that still moves
-        data when its peer's socket closes may wait forever to send the rest.
-
-        Args:
-            store: also shut the connection to the store, for good: waits for the store then raise.
+        data when its peer's socket closes may wait forever to send the rest. :meth:`rebuild` connects anew.
         """
         self._sockets.shut()
-        if store:
-            self._sockets.shut_store()
+        self._sockets.shut_store()
 
     def rebuild(self, generation: str) -> list[tuple[dist.ProcessGroup, dist.ProcessGroup]]:
         """Rebuild every process group; collective over all ranks.

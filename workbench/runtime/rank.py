@@ -55,6 +55,7 @@ from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
+from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
@@ -81,6 +82,7 @@ class RankRuntime:
         scripts: runs its scripts.
         watch: watches models that torch shards, and every collective of c10d.
         emptied: marks the tensors that ``to_empty`` makes.
+        membership: lets the user's code join and leave the default process group.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
@@ -95,6 +97,7 @@ class RankRuntime:
     scripts: ScriptRunner
     watch: Watch
     emptied: EmptiedTensors
+    membership: GroupMembership
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
@@ -203,8 +206,8 @@ class RankRuntime:
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
                 self.gate.check_soon()
-            case Shut(store=store):
-                self.groups.shut(store=store)
+            case Shut():
+                self.groups.shut()
             case _:
                 answer = self.gate.request(cast("GateRequest", request))
         return answer
@@ -274,9 +277,11 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     error_notes.install(recorder)
     text_bars.install()
     _look_after_cells()
-    scripts = ScriptRunner(process_groups, recorder, trainer)
+    membership = GroupMembership(process_groups).install()
+    scripts = ScriptRunner(membership, recorder, trainer)
     emptied = EmptiedTensors().install()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, Watch().begin(), emptied, hooks)
+    watch = Watch().begin()
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -285,11 +290,19 @@ def _look_after_cells() -> None:
     """Have IPython, if this process runs it, name units after each cell and note what the engine does not manage."""
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
-        get_ipython().events.register("post_run_cell", _after_cell)  # once, even if the process was a rank before
+        events = get_ipython().events  # each is registered once, even if the process was a rank before
+        events.register("pre_run_cell", _before_cell)
+        events.register("post_run_cell", _after_cell)
+
+
+def _before_cell(_: object) -> None:
+    if _runtime is not None:
+        _runtime.membership.begin_cell()
 
 
 def _after_cell(_: object) -> None:
     if _runtime is not None:
+        _runtime.membership.end_cell()
         with suppress(RuntimeError):  # after a device error nothing can be read from the device
             _runtime.note_models()
 
@@ -396,6 +409,7 @@ def shutdown() -> None:
         _runtime.gate.uninstall()
         _runtime.watch.end()
         _runtime.emptied.remove()
+        _runtime.membership.uninstall()
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
         _runtime.groups.leave()

@@ -36,7 +36,7 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.process_groups import OWN
 from workbench.errors import UsageError
 from workbench.protocol.commands import Run, RunReply
-from workbench.runtime.distributed import ProcessGroups
+from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.namespace import OFFERED, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.script_environment import as_under_torchrun
@@ -68,7 +68,7 @@ class ScriptRunner:
     """Runs scripts on this rank, one after another.
 
     Args:
-        groups: the rank's process groups.
+        membership: the rank's membership of its default process group.
         recorder: the rank's recorder.
         trainer: sees the steps of the script's loop.
 
@@ -76,8 +76,8 @@ class ScriptRunner:
         programs: code of the script that ran last; empty without one.
     """
 
-    def __init__(self, groups: ProcessGroups, recorder: Recorder, trainer: Trainer) -> None:
-        self._groups, self._recorder, self._trainer = groups, recorder, trainer
+    def __init__(self, membership: GroupMembership, recorder: Recorder, trainer: Trainer) -> None:
+        self._membership, self._recorder, self._trainer = membership, recorder, trainer
         self._preloaded = _top_level_modules()  # torch, the workbench, ...: never imported again
         self._names: set[str] = set()
         self._hidden: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class ScriptRunner:
         begin_ns = time.monotonic_ns() - self._recorder.held_ns
         pid, threads = os.getpid(), set(threading.enumerate())
         try:
-            with as_under_torchrun((command.script, *command.args), folder, self._groups):
+            with as_under_torchrun((command.script, *command.args), folder, self._membership):
                 self._forget_modules(folder)
                 program = _load_module(command.script) if command.module else self._load(command.script)
                 self.programs = (program.code,)
@@ -159,7 +159,8 @@ class ScriptRunner:
         try:
             source = Path(path).read_bytes()
         except OSError as error:
-            here = f"rank {self._groups.rank} on {self._groups.host.name}"
+            groups = self._membership.groups
+            here = f"rank {groups.rank} on {groups.host.name}"
             raise UsageError(f"{here} cannot read {path}: {error.strerror}; all hosts need the script") from None
         try:
             code = compile(source, path, "exec", dont_inherit=True)

@@ -28,21 +28,21 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
-def _ports(fd: int) -> set[int]:
-    """Return the two ports of a connected TCP socket; empty for any other."""
+def _ports(fd: int) -> tuple[int, ...]:
+    """Return the own and the peer's port of a connected TCP socket; empty for any other."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             is_tcp = sock.family in {socket.AF_INET, socket.AF_INET6}
-            return {sock.getsockname()[1], sock.getpeername()[1]} if is_tcp else set()
+            return (sock.getsockname()[1], sock.getpeername()[1]) if is_tcp else ()
     except OSError:
-        return set()  # listening, not connected yet, or closed by another thread since the listing
+        return ()  # listening, not connected yet, or closed by another thread since the listing
 
 
 class PeerSockets:
     """The sockets opened while process groups were made.
 
     Attributes:
-        store_port: connections to or from this port belong to the store, which must outlive the groups.
+        store_port: connections to or from this port belong to the store and are no peers.
     """
 
     def __init__(self) -> None:
@@ -68,8 +68,8 @@ class PeerSockets:
         return sum(_shut(fd, inode) for fd, inode in tracked.items())
 
     def shut_store(self) -> int:
-        """Shut the connections to the store; return their number."""
-        return sum(_shut(fd, inode) for fd, inode in open_sockets().items() if self.store_port in _ports(fd))
+        """Shut this process's connections to the store, not those that it serves; return their number."""
+        return sum(_shut(fd, inode) for fd, inode in open_sockets().items() if _ports(fd)[1:] == (self.store_port,))
 
 
 def _shut(fd: int, inode: int) -> bool:

@@ -110,14 +110,12 @@ class Obstacle:
     Attributes:
         why: the reason, a sentence without advice.
         pending: a request that some ranks may still run; these can run nothing else.
-        culprits: the ranks that caused it.
-        is_for_good: whether it remains after these have finished.
+        outlasts_it: whether it remains after these have finished, until a recovery succeeds.
     """
 
     why: str
     pending: PendingReplies
-    culprits: tuple[int, ...]
-    is_for_good: bool
+    outlasts_it: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,14 +399,18 @@ class Session:
             request.is_background = isinstance(command, (Step, Run)) and command.background
             return self._follow(request, listener, background=request.is_background)
 
-    def run_cell(self, code: str, ranks: Sequence[int], listener: RequestListener) -> Report:
-        """Run a cell in the main thread of ``ranks``; errors as :meth:`run`."""
+    def run_cell(self, code: str, ranks: Sequence[int] | None, listener: RequestListener) -> Report:
+        """Run a cell in the main thread of ``ranks``; errors as :meth:`run`.
+
+        Ranks that are named run it even if they cannot do a step together; None names none and means all.
+        """
+        chosen = select(ranks, self.cluster.num_ranks)
         interrupts = CountInterrupts()
         with ExitStack() as sending:
             with self._changed:
-                mark = self._ready(ranks)
+                mark = self._ready(chosen, are_named=ranks is not None)
                 sending.enter_context(interrupts)
-                pending = self.cluster.run_cell(code, ranks=ranks)
+                pending = self.cluster.run_cell(code, ranks=chosen)
                 request = self._open(CellTask(code, pending), pending, mark, interrupts)
             return self._follow(request, listener, background=False)
 
@@ -594,8 +596,10 @@ class Session:
 
     # ---- stages of a request
 
-    def _ready(self, ranks: Sequence[int]) -> TraceMark:
+    def _ready(self, ranks: Sequence[int], *, are_named: bool = False) -> TraceMark:
         """Make ``ranks`` ready for a request, and return their state before it.
+
+        Ranks that ``are_named`` need not be able to do a step together.
 
         Raises:
             UsageError: another request is under way.
@@ -612,10 +616,12 @@ class Session:
             raise RankDied(f"{how}\n{death_sentence(dead, living)}", ranks=dead)
         if self._needs_recovery is None:
             self._needs_recovery = self._find_left()
-        if self.obstacle:
-            if len(ranks) == self.cluster.num_ranks or not set(ranks) <= set(self._usable(living)):
+        self._free_waiting()
+        if self.obstacle and not (are_named and set(ranks) <= set(self._usable(living))):
+            if len(self._usable(living)) < len(living):
                 raise ClusterError(self.obstacle)
-        elif self._needs_recovery and len(living) == self.cluster.num_ranks:
+            self.recover()  # the last one failed
+        elif self._needs_recovery and not self.obstacle and len(living) == self.cluster.num_ranks:
             self.recover()
         self._catch_up()
         here = self._collector.positions.items()
@@ -630,15 +636,23 @@ class Session:
     def obstacle(self) -> str:
         """Why no step is possible any more, and what to do; empty: no obstacle is known."""
         found = self._obstacle
-        if found is None or not (found.is_for_good or late(found.pending, self.living())):
+        if found is None or not (found.outlasts_it or late(found.pending, self.living())):
             return ""
-        usable = self._usable(self.living())
-        return f"{found.why}: {what_is_left([rank for rank in usable if rank not in found.culprits])}"
+        return f"{found.why}: {what_is_left(self._usable(self.living()))}"
 
     def _usable(self, living: Sequence[int]) -> list[int]:
         """Return those of the ``living`` ranks that can run a cell at once."""
         busy = () if self._obstacle is None else late(self._obstacle.pending, living)
         return [rank for rank in living if rank not in busy]
+
+    def _free_waiting(self) -> None:
+        """Abort ranks that came late to a failed recovery and wait in it for the others, which have left it."""
+        found = self._obstacle
+        if found is None or not found.outlasts_it or not late(found.pending, self.living()):
+            return
+        lines = self.ask(LocateLine())
+        waiting = [rank for rank in late(found.pending, self.living()) if lines.get(rank, "") is None]
+        free(self.cluster, waiting, found.pending, found.why)
 
     def _left(self) -> str:
         """Return in words the command of an earlier notebook that attached ranks still run; empty: none is known."""
@@ -885,10 +899,9 @@ class Session:
         if request.thread is not None and request.thread is not threading.current_thread():
             request.thread.join(CLOSE_S)
 
-    def _free(self, pending: PendingReplies, reason: str, *, store: bool = False) -> None:
-        """Abort the ranks until ``pending`` is done; ``store``: also end their waits for the store, for good."""
-        living = self.living()
-        free(self.cluster, living, pending, reason, store=store or 0 not in living)
+    def _free(self, pending: PendingReplies, reason: str) -> None:
+        """Abort the ranks until ``pending`` is done."""
+        free(self.cluster, self.living(), pending, reason)
 
     def _end_left(self) -> EndReport:
         """Abort the request of an earlier notebook that the ranks still run.
@@ -920,27 +933,25 @@ class Session:
         """Have all ranks build new process groups and discard the step they were in.
 
         Raises:
-            ClusterError: it failed or timed out; the ranks can do no step together any more.
+            ClusterError: it failed or timed out; the ranks can do no step together until it succeeds.
         """
         self._needs_recovery = True
         pending = self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex)
         is_done = pending.wait(RECOVER_S, or_error=True)
         failures = [failure_of(rank, error) for rank in pending.ranks if (error := pending.error(rank)) is not None]
         if is_done and not failures:
-            self._needs_recovery = False
+            self._needs_recovery, self._obstacle = False, None
             return
         if failures:
             cause = first_cause(failures)
-            culprits: tuple[int, ...] = (cause.rank,)
             why = str(cause) if cause.died else f"rank {cause.rank} raised {cause}"
         else:
-            culprits = tuple(self._not_there(pending))
-            why = who_works(RECOVER_S, culprits, self.ask(LocateLine()), ())
+            why = who_works(RECOVER_S, self._not_there(pending), self.ask(LocateLine()), ())
         # the others wait for the culprits
-        self._free(pending, "the ranks could not rebuild their process groups", store=True)
+        self._free(pending, "the ranks could not rebuild their process groups")
         pending.wait(CLOSE_S)
         why = f"the ranks could not rebuild their process groups ({why})"
-        self._obstacle = Obstacle(why=why, pending=pending, culprits=culprits, is_for_good=True)
+        self._obstacle = Obstacle(why=why, pending=pending, outlasts_it=True)
         raise ClusterError(self.obstacle)
 
     def _not_there(self, pending: PendingReplies) -> list[int]:
@@ -965,7 +976,7 @@ class Session:
         self._needs_recovery = True
         if outcome.abandoned and not self.obstacle:
             still = f"{label(outcome.abandoned)} still {_run(outcome.abandoned)}, and the notebook no longer waits"
-            self._obstacle = Obstacle(why=still, pending=request.pending, culprits=outcome.abandoned, is_for_good=False)
+            self._obstacle = Obstacle(why=still, pending=request.pending, outlasts_it=False)
         if self.obstacle:
             return self.obstacle
         if len(living) < self.cluster.num_ranks:  # the recovery would wait for the dead

@@ -298,8 +298,7 @@ class RequestWaiter:
         self._gather()
         ranks = sorted(self.running & self._outcome.aborted)
         if ranks:
-            store_is_gone = any(failure.rank == 0 and failure.died for failure in self._outcome.failures)
-            self._cluster.ask(Shut(store=store_is_gone), ranks, timeout_s=ASK_S)
+            self._cluster.ask(Shut(), ranks, timeout_s=ASK_S)
 
     def _signal(self) -> None:
         self._signal_at = None

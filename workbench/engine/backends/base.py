@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from workbench.engine._torch import destroy_all_groups
 from workbench.engine.backends import copies
 from workbench.engine.backends.async_work import Transport
 from workbench.engine.backends.copies import Grads, LaidOutParam
@@ -125,7 +126,7 @@ class Backend:
 
     def destroy_process_groups(self) -> None:
         """Destroy all process groups, even with collectives unfinished."""
-        dist.destroy_process_group()
+        destroy_all_groups()
 
     def clock(self) -> DeviceClock | None:
         """Return a clock for the work on the device; None if the host runs the work itself."""
