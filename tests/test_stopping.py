@@ -476,7 +476,7 @@ def test_an_abort_removes_only_its_own_notice(wb, monkeypatch):
 
     wb.step(500, background=True, on_progress=on_progress)
     watch = wb._session.request.watch
-    monkeypatch.setattr(watch, "request_abort", is_asked.set)
+    monkeypatch.setattr(watch, "request_abort", lambda **_: is_asked.set())
     wb.abort()
     (notice,) = wb.news()
     assert "1 step, loss 4.5" in notice

@@ -259,6 +259,33 @@ def test_gradients_of_an_aborted_step_are_reported(ready):
     assert ready.verify().ok
 
 
+SKEWED = """
+import time
+prompt = train_step
+
+def train_step():
+    loss = model(torch.randn(8, 16, generator=generator)).square().mean()
+    loss.backward()
+    time.sleep(0.1 * rank)  # rank 0 is in its next step, with its gradients cleared, when rank 1 has its own
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_an_abort_of_running_steps_leaves_the_ranks_alike(ready):
+    ready.run_cell(SKEWED)
+    try:
+        for _ in range(3):
+            ready.step(FOREVER, background=True)
+            before = ready.trace.num_rows
+            wait_until(lambda: ready.pulse().trace.num_rows > before + 200)  # noqa: B023 - called at once
+            assert "not on" not in ready.abort().headline
+            ready.unshard("model")
+            ready.shard("model", wrap=["Block"])
+    finally:
+        ready.run_cell("train_step = prompt")
+
+
 def test_a_loop_of_the_user_s_own_stops_as_well(ready):
     ready.break_add("forward:blocks.2")
     report = ready.run_cell("loss = train_step(); print('done')")

@@ -479,7 +479,7 @@ class Session:
             return self._end_left()
         request = self._under_way("abort")
         with self._changed:
-            request.watch.request_abort()
+            request.watch.request_abort(aligns_first=request.state == "running")
             is_mine = request.state == "stopped"
             if is_mine:
                 request.state, request.interrupts = "running", CountInterrupts()
@@ -993,6 +993,7 @@ class Session:
         trace, gradient_bytes = self.trace, self._collector.gradient_bytes
         names = {unit.index: unit.name for unit in trace.header.units}
         newest = {r.rank: r.rows[-1] for r in trace.ranks if r.end_seq > mark.num_rows.get(r.rank, 0) and len(r.rows)}
+        found = self.positions(timeout_s=timeout_s)
         return {
             rank: Aftermath(
                 step=int(newest[rank]["step"]) if rank in newest else None,
@@ -1000,9 +1001,10 @@ class Session:
                 unit=names.get(_unit_at_work(newest[rank], position.raised_in)) if rank in newest else None,
                 optimizer_steps=position.optimizer_steps - mark.optimizer_steps.get(rank, 0),
                 unfinished=position.unfinished,
-                left_gradients=gradient_bytes.get(rank, 0) > 0 == mark.gradient_bytes.get(rank, 0),
+                left_gradients=gradient_bytes.get(rank, 0) > 0
+                and (mark.gradient_bytes.get(rank, 0) == 0 or not all(gradient_bytes.get(r, 0) for r in found)),
             )
-            for rank, position in self.positions(timeout_s=timeout_s).items()
+            for rank, position in found.items()
         }
 
 

@@ -34,6 +34,10 @@ waits have ended before."""
 SIGNAL_AFTER_DEATH_S = 2.0
 """Time in seconds after the death of a rank before the others are sent SIGINT; they cannot finish a step without it."""
 
+ALIGN_S = 2.0
+"""Time in seconds for running ranks to stop at the same event before an abort; they then have equal gradients and
+optimizer state. Ranks that do not get there, as some wait for ever, are aborted where they are."""
+
 ABANDON_AFTER_S = 10.0
 """Time in seconds after an abort before the wait for ranks that still run ends."""
 
@@ -126,6 +130,8 @@ class RequestWaiter:
         self._can_pause = can_pause
         self._used: Means | None = None  # by the last Ctrl-C
         self._pause_requested = self._abort_requested = False
+        self._aligns_first = False
+        self._align_until: float | None = None
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
@@ -136,14 +142,15 @@ class RequestWaiter:
         """Request a stop of the ranks. Thread-safe."""
         self._pause_requested = True
 
-    def request_abort(self) -> None:
-        """Request an abort of the ranks. Thread-safe."""
+    def request_abort(self, *, aligns_first: bool = False) -> None:
+        """Request an abort of the ranks; ``aligns_first``: once they have stopped at the same event. Thread-safe."""
+        self._aligns_first = aligns_first and self._can_pause
         self._abort_requested = True
 
     @property
     def requested(self) -> Requested:
         """The user's request that is not complete yet."""
-        if self._outcome.given_up:
+        if self._outcome.given_up or self._align_until is not None:
             return "abort"
         return "pause" if self.stopper.is_pausing else ""
 
@@ -173,7 +180,9 @@ class RequestWaiter:
             self._act_in_time()
             self._on_slice()
             stop = self._look()
-            if stop is not None:
+            if self._align_until is not None:
+                self._abort_if_aligned(stop)
+            elif stop is not None:
                 self._hear_out()
                 self._on_tick(Tick.LEFT if stop.is_late else Tick.STOPPED)
                 return stop
@@ -225,8 +234,26 @@ class RequestWaiter:
             self._pause()
         if self._abort_requested:
             self._abort_requested = False
+            if self._aligns_first and not self._outcome.failures:
+                self._align_until = self._clock() + ALIGN_S
+                self._pause()
+            else:
+                self._give_up_on_request()
+
+    def _abort_if_aligned(self, stop: StopGroup | None) -> None:
+        """Abort the ranks once all are held at the same event, or it is too late for that."""
+        is_aligned = stop is not None and not stop.is_late
+        is_over = bool(self._outcome.failures or self._outcome.given_up) or self._clock() >= (self._align_until or 0.0)
+        if is_aligned or is_over:
+            self._give_up_on_request()
+        elif stop is not None:
+            self._pause()  # again: some were late, and may be at another event
+
+    def _give_up_on_request(self) -> None:
+        self._align_until = None
+        if not self._outcome.given_up:
             self._give_up("aborted")
-            self._abandon_at = self._clock() + ABANDON_AFTER_S
+        self._abandon_at = self._clock() + ABANDON_AFTER_S
 
     @property
     def is_exhausted(self) -> bool:
