@@ -664,7 +664,7 @@ def test_a_failed_recovery_names_the_culprit_and_every_line_gives_a_remedy(train
 
 def test_a_recovery_names_the_missing_rank(trained, monkeypatch):
     monkeypatch.setattr(session, "RECOVER_S", 0.01)
-    monkeypatch.setattr(session, "CLOSE_S", 0.01)
+    monkeypatch.setattr(session, "PATIENT_S", 0.01)
     trained.fake.script["step"] = [raises("ValueError", "my mistake"), blocks, blocks, blocks]
     trained.fake.script["recover"] = [blocks, blocks, lambda cluster, rank, answer: None, blocks]
     trained.fake.lines[2] = CellLine(line=3, function="forward", text="while True: pass")

@@ -1,11 +1,13 @@
 """A rank that fails or is aborted: the others are freed, and all continue afterwards."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.helpers.booted_ranks import execute, prepare, run
-from tests.helpers.stopped_step import Meeting, beside
+from tests.helpers.stopped_step import Channel, Meeting, beside
 from workbench.engine import StepAborted
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.rank_messages import GiveUp, Shut
@@ -94,3 +96,34 @@ def undisturbed():
 def test_an_abandoned_step_leaves_no_trace_in_the_numbers():
     disturbed = [after for _, _, after, _ in failed_and_gone_on(in_the_engine)]
     assert disturbed == run(3, undisturbed)
+
+
+def recover_twice(everyone):
+    """Recover after a recovery that rank 1 did not take part in, and that the notebook's side ended."""
+    ns = prepare()
+    execute(Shard(model="model"))
+    execute(Step(count=1))
+    mesh = ns["mesh"]
+    if ns["rank"] != 1:
+        channel, has_ended = Channel(), threading.Event()
+
+        def end_it():
+            while not has_ended.wait(0.1):  # it may not wait for rank 1 yet
+                channel(GiveUp(reason=REASON))
+                channel(Shut())
+
+        thread = threading.Thread(target=end_it)
+        thread.start()
+        with pytest.raises(RuntimeError):
+            rank_module.recover("first")
+        has_ended.set()
+        thread.join()
+    everyone.wait()
+    rank_module.recover("second")
+    total = torch.ones(1)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.item(), len(execute(Step(count=2))["losses"])
+
+
+def test_a_recovery_that_failed_is_tried_again():
+    assert run(2, recover_twice, Meeting(2)) == [(2.0, 2)] * 2

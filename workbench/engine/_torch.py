@@ -463,6 +463,11 @@ def name_groups_from(number: int) -> int:
     return world.group_count
 
 
+def reset_group_names() -> None:
+    """Name the next group as the first one; an ``init_process_group`` that raised has used up a name."""
+    distributed_c10d._world.group_count = 0
+
+
 def new_group(ranks: Sequence[int], name: str, device_type: str = "cpu") -> dist.ProcessGroup:
     """Create a process group under the given name; exactly its ranks must call this, together.
 

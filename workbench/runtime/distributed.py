@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from workbench.engine import process_groups
-from workbench.engine._torch import init_default_group, name_groups_from, named_groups, new_group
+from workbench.engine._torch import init_default_group, name_groups_from, named_groups, new_group, reset_group_names
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.cancellable_waits import cancellation
@@ -59,6 +59,8 @@ class ProcessGroups:
     _address: Address | None = None
     _variables: dict[str, str] = field(default_factory=dict)
     _sockets: PeerSockets = field(default_factory=PeerSockets)
+    _lost: dict[str, tuple[dist.ProcessGroup, list[int]]] = field(default_factory=dict)  # by name, until rebuilt
+    _num_named: int = 0
     _refusing: socket.socket | None = None
     _mesh: DeviceMesh | None = None
     _meshes: dict[tuple[int, int], DeviceMesh] = field(default_factory=dict)
@@ -189,13 +191,20 @@ class ProcessGroups:
         Returns:
             pairs of an old group and its replacement.
         """
-        old, number = named_groups(), name_groups_from(0)
-        ranks = {name: dist.get_process_group_ranks(group) for name, group in old.items()}
-        self._destroy()
+        if dist.is_initialized():  # else an earlier rebuild failed
+            found = {name: (group, dist.get_process_group_ranks(group)) for name, group in named_groups().items()}
+            self._lost = {
+                name: of for name, of in found.items() if not name.startswith(process_groups.OWN)
+            } | self._lost
+            self._num_named = max(self._num_named, name_groups_from(0))
+            self._destroy()
+        reset_group_names()  # equal on all ranks
         cancellation.reset()
         self._init(generation)
-        new = self._revive({name: of for name, of in ranks.items() if not name.startswith(process_groups.OWN)}, number)
-        return [(group, new[name]) for name, group in old.items() if name in new]
+        new = self._revive({name: ranks for name, (_, ranks) in self._lost.items()}, self._num_named)
+        replaced = [(group, new[name]) for name, (group, _) in self._lost.items() if name in new]
+        self._lost, self._num_named = {}, 0
+        return replaced
 
     def _revive(self, known: dict[str, list[int]], number: int) -> dict[str, dist.ProcessGroup]:
         """Make groups with their old names, if all of their ranks had them; return all groups by name.

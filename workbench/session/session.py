@@ -949,7 +949,7 @@ class Session:
             why = who_works(RECOVER_S, self._not_there(pending), self.ask(LocateLine()), ())
         # the others wait for the culprits
         self._free(pending, "the ranks could not rebuild their process groups")
-        pending.wait(CLOSE_S)
+        pending.wait(PATIENT_S)  # those that can end it run cells afterwards
         why = f"the ranks could not rebuild their process groups ({why})"
         self._obstacle = Obstacle(why=why, pending=pending, outlasts_it=True)
         raise ClusterError(self.obstacle)
