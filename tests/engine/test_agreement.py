@@ -91,6 +91,24 @@ DIFFERENCES = {
 }
 
 
+def another_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Apply a step on one rank only, as if the optimizer had raised on the others."""
+    if dist.get_rank() == ODD:
+        for state in optimizer.state.values():
+            state["step"] = state["step"] + 1
+
+
+def both(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    no_grad(model, optimizer)
+    no_state(model, optimizer)
+
+
+DIFFERENCES |= {
+    "another number of steps": (another_count, "ranks differ in the optimizer state of"),
+    "no gradient and no state": (both, "ranks differ in the optimizer state of"),
+}
+
+
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
     loss_of(model, batch(dist.get_rank(), number)).backward()
     optimizer.step()
@@ -132,6 +150,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def not_for(api: str, operation: str, difference: str) -> bool:
+    if "gradient and" in difference:
+        return operation in GATHERS_NO_GRADS or operation in GATHERS_NO_STATE
     if "gradient" in difference:
         return operation in GATHERS_NO_GRADS or (operation == "summon" and api == "flat")
     return operation in GATHERS_NO_STATE
@@ -145,6 +165,7 @@ def test_every_rank_refuses_with_the_same_sentence_and_continues_after_the_fix(a
     assert len(results[0]) >= 10
     for (_, difference), sentence in results[0].items():
         assert DIFFERENCES[difference][1] in sentence
+        assert difference != "no gradient and no state" or "the gradient of" in sentence
         assert "optimizer.state.clear()" in sentence or "model.zero_grad()" in sentence
 
 

@@ -103,7 +103,13 @@ def describe_state(state: Mapping[str, Any] | None) -> str:
     """Describe an optimizer's state of one parameter, key by key; None for no state."""
     if not state:
         return _NONE
-    return ", ".join(f"{key} {describe(state[key])}" for key in sorted(state, key=str))
+    return ", ".join(f"{key} {_described(state[key])}" for key in sorted(state, key=str))
+
+
+def _described(value: object) -> str:
+    """Describe a value of an optimizer's state; a number, such as that of its steps, by its value."""
+    is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and not isinstance(value, DTensor)
+    return f"{describe(value)} {value.item()!r}" if is_number and not value.is_meta else describe(value)
 
 
 def describe(value: object) -> str:
@@ -204,12 +210,13 @@ class Agreement:
         return Collective(f"agreement of the ranks before {self._what}", None, 0)
 
     def _difference(self, answers: Sequence[tuple[str, bool, dict[str, Rows]]], ranks: Sequence[int]) -> str:
-        """Return a sentence on how the ranks differ; "" if in nothing that matters."""
+        """Return a sentence for each kind of thing in which the ranks differ; "" if in none that matters."""
         unable = [rank for rank, (refusal, *_) in zip(ranks, answers, strict=True) if refusal]
         if unable:
             refusal = next(refusal for refusal, *_ in answers if refusal)
             return f"{self._what} is not possible on {name_ranks(unable)}, so no rank did it: {refusal}"
         missing = "no entry of this name" if all(has_all for _, has_all, _ in answers) else None
+        found = []
         for kind, cure in _CURES.items():
             of_ranks = [rows[kind] for *_, rows in answers]
             rows = _by_name(of_ranks, missing)
@@ -222,8 +229,10 @@ class Agreement:
                 more = f" (likewise {', '.join(others)}" if others else ""
                 more += f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
                 more += ")" if others else ""
-                return f"{self._what}: ranks differ in the {kind} of {name!r}: {text_of_ranks}{more}; {cure}"
-        return ""
+                found.append(f"{self._what}: ranks differ in the {kind} of {name!r}: {text_of_ranks}{more}; {cure}")
+                if kind == "parameter":
+                    break  # the rest differs with it
+        return "\n".join(found)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
