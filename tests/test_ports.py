@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from workbench import ports
+from workbench.errors import ClusterError
 from workbench.ports import LOOPBACK, reserved_port
 
 
@@ -48,7 +49,13 @@ def test_a_used_port_is_not_reserved_and_exhaustion_is_reported(monkeypatch):
     taken = reserved_port()
     monkeypatch.setattr(ports, "_PORTS", range(taken, taken + 1))
     monkeypatch.setattr(ports, "_TRIES", 1)
-    with pytest.raises(OSError, match=f"all 1 ports tried in {taken}-{taken} on 127.0.0.1 are in use"):
+    with pytest.raises(ClusterError, match=f"all 1 ports tried in {taken}-{taken} on 127.0.0.1 are in use"):
+        reserved_port()
+
+
+def test_without_an_ipv4_loopback_the_error_says_how_to_add_it(monkeypatch):
+    monkeypatch.setattr(ports, "LOOPBACK", "192.0.2.1")  # no address of this machine
+    with pytest.raises(ClusterError, match=r"cannot use a port of 192.0.2.1 .*: ip link set lo\d? up; ip addr add 192"):
         reserved_port()
 
 

@@ -11,6 +11,8 @@ import secrets
 import socket
 import sys
 
+from workbench.errors import ClusterError
+
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -27,7 +29,7 @@ def reserved_port() -> int:
     (``TIME_WAIT``, RFC 9293, section 3.3.2): the operating system lets no socket without it bind the port.
 
     Raises:
-        OSError: no port is free.
+        ClusterError: no port is free, or this machine has no IPv4 loopback address.
     """
     for _ in range(_TRIES):
         port = secrets.choice(_PORTS)
@@ -35,11 +37,15 @@ def reserved_port() -> int:
             _reserve(port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise ClusterError(
+                    f"cannot use a port of {LOOPBACK} ({error.strerror}): ranks and kernels on one machine need its "
+                    f"IPv4 loopback; in a terminal, as root: ip link set {LOOPBACK_INTERFACE} up; "
+                    f"ip addr add {LOOPBACK}/8 dev {LOOPBACK_INTERFACE}"
+                ) from error
         else:
             return port
     where = f"{_PORTS.start}-{_PORTS.stop - 1} on {LOOPBACK}"
-    raise OSError(errno.EADDRINUSE, f"all {_TRIES} ports tried in {where} are in use")
+    raise ClusterError(f"all {_TRIES} ports tried in {where} are in use")
 
 
 def _reserve(port: int) -> None:
