@@ -46,6 +46,22 @@ def test_a_script_replaces_only_scripts(tmp_path):
     assert path.read_text() == "import torch\n"
 
 
+@pytest.mark.parametrize("suffix", [".trace", ".json", ".html"])
+def test_a_file_replaces_only_one_of_an_export(tmp_path, suffix):
+    path, trace = tmp_path / f"data{suffix}", example_trace(num_ranks=1, steps=1)
+    path.write_text("")
+    for _ in range(2):
+        export(trace, path)
+    whole = path.read_bytes()
+    for other in (b"PK\x03\x04 of another program", b'{"traceEvents": []}', b"<!DOCTYPE html>\n<p>My notes"):
+        path.write_bytes(other)
+        with pytest.raises(UsageError, match=f"data{suffix} was not written by %fsdp export and is not replaced"):
+            export(trace, path)
+        assert path.read_bytes() == other
+    path.write_bytes(whole)
+    export(trace, path)
+
+
 def test_notes_of_a_script_are_reported(tmp_path):
     report = export(Trace.empty(), tmp_path / "a.py", program=of_one_cell("!ls"))
     assert "note  Not Python, and so comments in the script: !ls." in str(report)

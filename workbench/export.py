@@ -16,7 +16,7 @@ from workbench.script.script_writer import MARK, write_script
 from workbench.session.program import Program
 from workbench.session.trace_selectors import file_at, some_steps
 from workbench.trace.columns import Trace
-from workbench.trace.file import save, whole
+from workbench.trace.file import META, save, whole
 from workbench.trace.perfetto import to_perfetto
 from workbench.widgets.trace_page import page
 
@@ -25,6 +25,11 @@ MAX_PAGE_ROWS = 2_000_000
 
 
 SCRIPT = ".py"
+
+IsOwn = Callable[[bytes, bytes], bool]
+"""Returns whether a file with this begin and end was written by an earlier export."""
+
+_LOOKED_AT = 4096  # bytes at the begin and at the end of an existing file
 
 
 def export(
@@ -41,7 +46,7 @@ def export(
 
     Args:
         trace: the trace.
-        path: output file; its suffix selects the format. A script replaces only a script of an earlier export.
+        path: output file; its suffix selects the format. It replaces only a file of an earlier export.
         steps: steps to write, such as ``3..5`` or ``-3..`` (:mod:`workbench.session.trace_selectors`); empty: all.
         program: what the ranks of the trace have done; None: it is not known.
         engine: whose FSDP a script uses, one of :data:`~workbench.protocol.policy.ENGINES`; empty: the one that ran.
@@ -60,15 +65,16 @@ def export(
     if engine:
         raise UsageError(f"--engine is for a script, such as train{SCRIPT}; {path.name} is about the engine that ran")
     if path.suffix not in _WRITERS:
-        formats = {suffix: what for suffix, (_, what) in _WRITERS.items()}
+        formats = {suffix: what for suffix, (*_, what) in _WRITERS.items()}
         formats |= {} if program is None else {SCRIPT: "a script for torchrun"}
         known = ", ".join(f"{suffix} ({what})" for suffix, what in formats.items())
         raise UsageError(f"{path.name!r} has no known format; the name must end in one of: {known}")
-    write, what = _WRITERS[path.suffix]
+    write, is_own, what = _WRITERS[path.suffix]
     spoken, part = some_steps(trace, steps) if steps else ("", trace)
     if spoken:
         what += f", {spoken}"
     with _errors_of(path):
+        _check_replaceable(path, is_own)
         write(part, path)
         return ExportReport(path=path, what=what, num_bytes=path.stat().st_size)
 
@@ -76,10 +82,25 @@ def export(
 def _export_script(program: Program, path: Path, engine: str) -> ExportReport:
     script = write_script(program, engine, path.name)
     with _errors_of(path):
-        if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]:
-            raise UsageError(f"{path} was not written by %fsdp export and is not replaced: give another name")
+        _check_replaceable(path, lambda begin, _end: MARK.encode() in begin.partition(b"\n")[0])
         _write_text(path, script.text)
         return ExportReport(path=path, what=script.start, num_bytes=path.stat().st_size, notes=script.notes)
+
+
+def _check_replaceable(path: Path, is_own: IsOwn) -> None:
+    """Check that ``path`` does not exist, is empty, or was written by an earlier export.
+
+    Raises:
+        UsageError: another file is there.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        begin = file.read(_LOOKED_AT)
+        file.seek(max(0, path.stat().st_size - _LOOKED_AT))
+        end = file.read()
+    if not is_own(begin, end):
+        raise UsageError(f"{path} was not written by %fsdp export and is not replaced: give another name")
 
 
 @contextmanager
@@ -112,8 +133,20 @@ def _write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-_WRITERS: dict[str, tuple[Callable[[Trace, Path], None], str]] = {
-    ".trace": (save, "all events, to open again with %fsdp open"),
-    ".json": (_write_perfetto, "for https://ui.perfetto.dev"),
-    ".html": (_write_page, "opens in any browser, without a network"),
+def _is_trace(begin: bytes, _end: bytes) -> bool:
+    return begin.startswith(b"PK") and META.encode() in begin[:100]
+
+
+def _is_perfetto(begin: bytes, end: bytes) -> bool:
+    return begin.startswith(b'{"traceEvents"') and b'"otherData": {"producer": ' in end
+
+
+def _is_page(begin: bytes, _end: bytes) -> bool:
+    return begin.startswith(b"<!DOCTYPE html>") and MARK.encode() in begin
+
+
+_WRITERS: dict[str, tuple[Callable[[Trace, Path], None], IsOwn, str]] = {
+    ".trace": (save, _is_trace, "all events, to open again with %fsdp open"),
+    ".json": (_write_perfetto, _is_perfetto, "for https://ui.perfetto.dev"),
+    ".html": (_write_page, _is_page, "opens in any browser, without a network"),
 }

@@ -37,7 +37,7 @@ MAX_ROWS = 20_000_000
 MAX_META_BYTES = 32 << 20
 """Maximum bytes of ``trace.json``; parsed, they take up to twenty times as much."""
 
-_META = "trace.json"
+META = "trace.json"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
 _MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
 _PIECE_BYTES = 1 << 20
@@ -152,7 +152,7 @@ def _write(trace: Trace, file: IO[bytes]) -> None:
     if len(text) > MAX_META_BYTES:
         raise TraceError(f"the header takes {len(text):,} bytes, more than the limit of {MAX_META_BYTES:,}")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=_COMPRESSION) as archive:
-        archive.writestr(_META, text)
+        archive.writestr(META, text)
         for r in trace.ranks:
             with archive.open(_member_name(r.rank), "w", force_zip64=True) as member:
                 npy.write_array(member, r.rows, version=(1, 0), allow_pickle=False)
@@ -165,9 +165,9 @@ def _member_name(rank: int) -> str:
 def _read(file: io.BufferedIOBase, file_bytes: int) -> tuple[Trace, list[str]]:
     """Return the trace in a file, and a sentence for each rule that it breaks."""
     with zipfile.ZipFile(file) as archive:
-        if _META not in archive.namelist():
-            raise TraceError(f"it is not a trace: it has no {_META}")
-        meta = json.loads(_unpacked(archive, _META, min(MAX_META_BYTES, _MAX_META_RATIO * file_bytes + _SMALL_BYTES)))
+        if META not in archive.namelist():
+            raise TraceError(f"it is not a trace: it has no {META}")
+        meta = json.loads(_unpacked(archive, META, min(MAX_META_BYTES, _MAX_META_RATIO * file_bytes + _SMALL_BYTES)))
         header = header_from_dict(meta["header"])
         entries = [(_rank_number(entry), entry) for entry in meta["ranks"]]
         _weigh(archive, [rank for rank, _ in entries], file_bytes)

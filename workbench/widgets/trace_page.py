@@ -25,6 +25,7 @@ FIGURES = ("layout", "comms", "training")
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
+<!-- written by %fsdp export -->
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
