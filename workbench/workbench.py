@@ -32,6 +32,7 @@ from workbench.protocol.arguments import argument_of
 from workbench.protocol.breakpoints import Condition, parse_event, read_event
 from workbench.protocol.commands import (
     ON_RANKS,
+    START_TIMEOUT_S,
     Command,
     Evaluate,
     InjectFault,
@@ -138,6 +139,7 @@ class RankSettings(TypedDict, total=False):
     profile: str | None
     engines: str
     interface: str
+    start_timeout_s: float
 
 
 def no_notice(sentence: str) -> None:
@@ -204,6 +206,7 @@ class Workbench:
         engines: ipyparallel launcher that starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's launcher,
             or without one the fast start on this machine.
         interface: network interface on which hosts reach each other; empty: that of the route between them.
+        start_timeout_s: time that a start may take, in seconds, without progress.
         cluster_factory: makes the cluster from all of these.
         in_notebook: returns whether the caller has a variable of a name; used in messages only.
 
@@ -214,7 +217,7 @@ class Workbench:
         cores: number of cores that ranks started here share.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keywords: settings of a start, and callbacks
         self,
         num_ranks: int = 4,
         *,
@@ -222,6 +225,7 @@ class Workbench:
         profile: str | None = None,
         engines: str = "",
         interface: str = "",
+        start_timeout_s: float = START_TIMEOUT_S,
         cluster_factory: Callable[..., Cluster] = Cluster,
         in_notebook: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -232,6 +236,7 @@ class Workbench:
             "profile": profile,
             "engines": engines,
             "interface": interface,
+            "start_timeout_s": start_timeout_s,
         }
         self._factory = cluster_factory
         self._in_notebook = in_notebook

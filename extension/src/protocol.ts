@@ -416,6 +416,7 @@ export interface Start {
   readonly profile?: string | null;
   readonly engines?: string;
   readonly interface?: string;
+  readonly start_timeout_s?: number;
 }
 
 export interface Attach {

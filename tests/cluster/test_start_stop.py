@@ -1,12 +1,17 @@
 """Start, stop, and what is left afterwards; impossible requests."""
 
+import math
 import os
 import re
+import resource
 import signal
 import stat
 import sys
 import tempfile
 import threading
+import time
+import types
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -250,6 +255,7 @@ def test_a_rank_that_does_not_start_is_named_with_its_log(make_cluster, monkeypa
         self.deadline = 0.0
         return wait_for_engines(self, registered)
 
+    monkeypatch.setattr(local_launch, "PROGRESS_S", math.inf)
     monkeypatch.setattr(local_launch.LocalLaunch, "wait_for_engines", until_only_rank_1_is_missing)
     with pytest.raises(
         ClusterError, match=r"(?s)rank 1 did not start in time.*the process of rank 1:\nI sleep instead"
@@ -273,8 +279,31 @@ def test_many_ranks_that_do_not_start_are_listed_after_the_advice(make_cluster, 
         make_cluster(5).start()
     late, advice, facts = str(caught.value).splitlines()
     assert late == "ranks 0-4 did not start in time (their logs are empty)"
-    assert advice.startswith("start fewer ranks (%fsdp start -n 2), ")
+    assert advice.startswith("start fewer ranks (%fsdp start -n 2), give it more time (%fsdp start -n 5 --timeout ")
     assert facts.startswith("memory: ")
+
+
+def test_a_start_has_no_deadline_while_a_process_works(monkeypatch):
+    place, used_s = object.__new__(local_launch.LocalLaunch), iter([2.5, 5.0, 5.5])
+    place._watched, place._zygote = {None: None, 0: types.SimpleNamespace(process=psutil.Process())}, None
+    place._timeout_s, place._used_s = FOREVER_S, {}
+    monkeypatch.setattr(local_launch, "_cpu_s", lambda process: next(used_s))
+    found = []
+    for _ in range(3):
+        place.deadline = 0.0
+        found.append((place.is_overdue(), place.deadline > time.monotonic()))
+    assert found == [(False, True), (False, True), (True, False)]
+
+
+@pytest.mark.parametrize(("hard", "raised"), [(64, None), (4096, 224), (resource.RLIM_INFINITY, 224)])
+def test_a_limit_of_open_files_is_raised_or_named(hard, raised, monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    refusal = pytest.raises(UsageError, match="may open 64 files, and 2 ranks need 224: run ulimit -n 224")
+    with refusal if raised is None else nullcontext():
+        local_launch.check_open_files(2)
+    assert given == ([] if raised is None else [(raised, hard)])
 
 
 def test_a_local_start_shows_what_it_waits_for_and_can_be_cancelled(make_cluster, monkeypatch, private):

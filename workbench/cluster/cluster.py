@@ -30,7 +30,7 @@ from workbench.cluster.release_ranks import free, late
 from workbench.codec import decode, encode
 from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import RankRequest
+from workbench.protocol.commands import START_TIMEOUT_S, RankRequest
 from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, World
 
 R = TypeVar("R")
@@ -68,7 +68,7 @@ class Cluster:
             the route to the controller.
         runtime: module of the rank side, with the functions ``boot, connect, handle_request, shutdown``; imported on
             the ranks only.
-        start_timeout_s: time in seconds :meth:`start` may take.
+        start_timeout_s: time in seconds :meth:`start` may take; on this machine, without progress.
 
     A cluster that is still running when Python exits is stopped then; if Python is killed, the reaper ends it.
 
@@ -85,7 +85,7 @@ class Cluster:
         engines: str = "",
         interface: str = "",
         runtime: str = RUNTIME,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         is_number = isinstance(num_ranks, int) and not isinstance(num_ranks, bool)
         if not is_number or num_ranks < 1 or (num_ranks > MAX_RANKS and not engines and profile is None):
@@ -366,7 +366,7 @@ class Cluster:
     def _wait(self, place: EngineProvider, pending: PendingReplies, what: str) -> None:
         """Wait for ``pending`` during the start; the first failure ends the start."""
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
-            if time.monotonic() > place.deadline or any(map(pending.error, pending.ranks)):
+            if place.is_overdue() or any(map(pending.error, pending.ranks)):
                 break
             self._notice(len(pending.ranks), "connecting the ranks")
         try:

@@ -76,6 +76,10 @@ class EngineProvider(ABC):
             ClusterError: some did not register; the message says which, and why if that is known.
         """
 
+    def is_overdue(self) -> bool:
+        """Return whether the current wait has timed out."""
+        return time.monotonic() > self.deadline
+
     def is_running(self, rank: int) -> bool:
         """Return whether the process of ``rank`` runs, as far as the provider knows."""
         return True

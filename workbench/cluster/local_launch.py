@@ -17,6 +17,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -46,9 +47,16 @@ from workbench.ports import LOOPBACK, reserved_port
 HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
 STOP_GRACE_S = 2.0
 _NEVER = 10**6
+_PATIENCE = 10  # times the timeout that engines wait for the controller: the deadline may be put off
 _PORTS = 15  # that the controller listens on
 _POLL_S = 0.01
 _LOG_LINES = 12
+
+PROGRESS_S = 2.0
+"""CPU time in seconds, of one process before one deadline, that counts as progress; heartbeats take less."""
+
+OPEN_FILES, OPEN_FILES_PER_RANK = 200, 12
+"""Files that the processes of a start have open, at most: about twice as many as were counted."""
 
 
 def profile_directory(name: str) -> Path:
@@ -145,7 +153,7 @@ class LocalLaunch(EngineProvider):
 
     Attributes:
         engines: session id of the engine of each rank.
-        deadline: time (monotonic clock, s) at which the start times out.
+        deadline: time (monotonic clock, s) at which the start times out if no process makes progress.
 
     Raises:
         UsageError: the profile does not exist, or this machine has no such device.
@@ -167,8 +175,11 @@ class LocalLaunch(EngineProvider):
     ) -> None:
         if device in DEVICES and not DEVICES[device].may_be_here():
             raise UsageError(few_devices(socket.gethostname(), num_ranks, 0, device))
+        check_open_files(num_ranks)
         self._notices = notices or WaitNotices(no_wait)
+        self._timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
+        self._used_s: dict[psutil.Process, float] = {}  # CPU time of each process at the last deadline
         self._id = secrets.token_hex(8)
         self._on_exit = on_exit
         self._watched: dict[int | None, ChildProcess | ForkedRank] = {}
@@ -178,12 +189,13 @@ class LocalLaunch(EngineProvider):
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
         self._reaper = Reaper(self._id, glob.escape(str(self._root)))
         try:
+            patience_s = _PATIENCE * timeout_s
             if can_fork(device):
-                arguments = [engine_arguments(self._root, engine, timeout_s) for engine in self.engines]
+                arguments = [engine_arguments(self._root, engine, patience_s) for engine in self.engines]
                 self._fork(arguments, [preload] if preload else [])
             self._spawn(None, controller_command(self._root))
             for rank, engine in enumerate(self.engines if self._zygote is None else ()):
-                self._spawn(rank, engine_command(self._root, engine, timeout_s))
+                self._spawn(rank, engine_command(self._root, engine, patience_s))
         except BaseException:  # processes that have started must not survive
             self.end()
             raise
@@ -249,10 +261,26 @@ class LocalLaunch(EngineProvider):
         ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
         if ended:
             raise ClusterError(f"{_name(ended[0])} ended during the start{self.log_tail(ended[0])}")
-        if time.monotonic() > self.deadline:
+        if self.is_overdue():
             raise ClusterError(f"{complaint} in time{self.advice(*late)}")
         self._notices.notice(f"starting {len(self.engines)} rank{'' if len(self.engines) == 1 else 's'}", detail)
         time.sleep(_POLL_S)
+
+    def is_overdue(self) -> bool:
+        """Return whether no process has made progress for the time that the start may take."""
+        if not super().is_overdue():
+            return False
+        used_s = {process: _cpu_s(process) for process in self._processes()}
+        works = any(used - self._used_s.get(process, 0.0) >= PROGRESS_S for process, used in used_s.items())
+        self._used_s = used_s
+        if works:
+            self.deadline = time.monotonic() + self._timeout_s
+        return not works
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return the ranks' processes so far, and the zygote that imports torch for them."""
+        own = [each.process for rank, each in self._watched.items() if rank is not None and each.process is not None]
+        return own if self._zygote is None else [*own, self._zygote.process]
 
     def exit_code(self, rank: int | None) -> int | None:
         """Return the exit code of a rank's process (None: of the controller's), None while it runs."""
@@ -302,9 +330,12 @@ class LocalLaunch(EngineProvider):
             f"{processes.usable_cores()} cores; ports on {LOOPBACK}: the controller listens on "
             f"{self._num_listening()} of {_PORTS}"
         )
+        half = len(self.engines) // 2
+        fewer = f"start fewer ranks (%fsdp start -n {half}), " if half else ""
         todo = (
-            f"start fewer ranks (%fsdp start -n 2), free memory or cores, or allow traffic on {LOOPBACK} (firewall, "
-            f"VPN); to test two ranks, run workbench doctor in a terminal"
+            f"{fewer}give it more time (%fsdp start -n {len(self.engines)} --timeout {2 * self._timeout_s:.0f}), free "
+            f"memory or cores, or allow traffic on {LOOPBACK} (firewall, VPN); to test two ranks, run workbench doctor "
+            f"in a terminal"
         )
         tail = [f"the end of the log of {_name(which)}:", *log] if log else []
         return "\n".join(["" if log else f" ({empty} empty)", todo, facts, *tail])
@@ -340,6 +371,32 @@ class LocalLaunch(EngineProvider):
             if zygote is not None and not zygote.has_made_all:
                 last.callback(zygote.end, STOP_GRACE_S)  # ranks that it forks from now on could not be ended
         return ""
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU time that a process has used, in seconds; 0 if it has ended."""
+    try:
+        used = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(used.user + used.system)
+
+
+def check_open_files(num_ranks: int) -> None:
+    """Raise this process's limit of open files if ``num_ranks`` ranks need more; processes that it starts inherit it.
+
+    Raises:
+        UsageError: the limit may not be raised so far.
+    """
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise UsageError(
+                f"this process may open {hard} files, and {num_ranks} ranks need {needed}: "
+                f"run ulimit -n {needed} in the terminal that starts Jupyter"
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _ending(code: int) -> str:

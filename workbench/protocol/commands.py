@@ -175,6 +175,9 @@ def request(word: str, *, looks: bool = False) -> Callable[[type[Q]], type[Q]]:
 # ---- the ranks
 
 
+START_TIMEOUT_S = 60
+"""Time that the start of ranks may take, in seconds, without progress."""
+
 _INTERFACE = Argument(
     about="network interface between the hosts (default: that of the route between them)", metavar="NAME"
 )
@@ -202,6 +205,13 @@ class Start(Command):
         completes="launchers",
     )
     interface: str = argument(_INTERFACE, default="")
+    start_timeout_s: int = argument(
+        f"time that the start may take, in seconds, without progress (default {START_TIMEOUT_S})",
+        default=START_TIMEOUT_S,
+        flags=("--timeout",),
+        metavar="S",
+        read=number,
+    )
 
 
 @command(
