@@ -20,10 +20,25 @@ from collections.abc import Iterable
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LONG = re.compile(r"(\S{300})\S+")
 
+MAX_MESSAGE = 20_000
+"""Most characters of an exception's message that leave a rank."""
+
 
 def without_colours(text: str) -> str:
     """Return a traceback as plain text, without the colours of a terminal."""
     return _COLOUR.sub("", text)
+
+
+def shortened(text: str) -> str:
+    """Return ``text`` without its middle if it has more than :data:`MAX_MESSAGE` characters."""
+    left_out = len(text) - MAX_MESSAGE
+    half = MAX_MESSAGE // 2
+    return text if left_out <= 0 else f"{text[:half]}\n... {left_out:,} characters left out ...\n{text[-half:]}"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, written as their escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class WorkbenchError(Exception):

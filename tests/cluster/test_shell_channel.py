@@ -268,3 +268,30 @@ def test_an_interrupt_of_idle_ranks_is_ignored(cluster):
     cluster.interrupt()
     assert cluster.apply(f"{RUNTIME}:echo").results(PATIENCE_S) == dict.fromkeys(range(3), ())
     assert cluster.alive() == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("class Odd:\n    def __repr__(self):\n        raise ValueError('mine')\nOdd()", "line 3: ValueError: mine"),
+        ("exit()", "UsageError: exit\\(\\) would end the ranks: %fsdp stop ends them"),
+        ("quit", "UsageError: exit\\(\\) would end the ranks"),
+        ("raise ValueError('a\\ud800b')", r"ValueError: a\\ud800b$"),
+        ("raise ValueError('x' * 100_000)", "80,000 characters left out"),
+    ],
+)
+def test_an_odd_end_of_a_cell_is_named_and_the_ranks_stay(cluster, code, message):
+    with pytest.raises(RankError, match=message) as caught:
+        cluster.run_cell(code).results(PATIENCE_S)
+    assert len(str(caught.value)) < 50_000
+    after = cluster.run_cell("print('well')")
+    after.results(PATIENCE_S)
+    assert texts(after, 0) == "well\n"
+
+
+def test_a_lone_surrogate_is_shown_as_its_escape(cluster):
+    found = cluster.run_cell("from IPython.display import display, HTML\nprint('a\\ud800b'); display(HTML('\\udfff'))")
+    found.results(PATIENCE_S)
+    printed, shown = found.outputs(0)
+    assert printed.text == "a\\ud800b\n"
+    assert shown.data["text/html"] == "\\udfff"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from IPython.core.ultratb import AutoFormattedTB
 
+from workbench.errors import MAX_MESSAGE
 from workbench.runtime import stacks, tracebacks
 
 CELL = """import torch
@@ -32,6 +33,11 @@ def runs(library):
     library(through_a_module)
 def in_a_library():
     torch.nn.Sequential(torch.nn.Linear(5, 3))(torch.zeros(4))
+def huge():
+    try:
+        raise KeyError("x" * 10_000_000)
+    except KeyError as error:
+        raise ValueError("y" * 10_000_000) from error
 """
 
 
@@ -111,6 +117,14 @@ def test_causes_of_an_exception_are_folded_too(rendered):
     text = rendered("again")
     assert "The above exception was the direct cause" in text
     assert text.index("RuntimeError") < text.index("my own words")
+
+
+def test_a_huge_message_is_cut_before_it_is_rendered(rendered):
+    text = rendered("huge")
+    assert len(text) < 4 * MAX_MESSAGE
+    assert text.count("characters left out") == 2  # its cause has one too
+    assert "KeyError" in text
+    assert "ValueError" in text
 
 
 @pytest.mark.parametrize("mode", ["Context", "Plain"])

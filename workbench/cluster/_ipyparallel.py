@@ -35,7 +35,7 @@ from workbench.cluster.host_liveness import HostMonitor
 from workbench.cluster.pending_replies import Answer, Output, OutputKind, settle
 from workbench.cluster.remote_errors import let_go, render, report, undisturbed, user_line
 from workbench.codec import decode
-from workbench.errors import ClusterError, RankError
+from workbench.errors import ClusterError, RankError, UsageError, printable, shortened
 from workbench.protocol.starting import Address
 
 REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workbench_interrupt", "workbench_hold"
@@ -161,9 +161,51 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
     kernel.shell.events.register("post_run_cell", _publish_error)
+    kernel.session.pack = _sendable(kernel.session.pack)
+    kernel.shell.ask_exit = _refuse_exit
+    _note_errors_of_display(kernel.shell)
     _repair_await(kernel)
     _end_when_alone()
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
+
+
+def _sendable(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """Return a ``pack`` that cuts the messages of exceptions, and sends lone surrogates as their escapes."""
+
+    def packed(content: Any) -> bytes:  # noqa: ANN401 - JSON data
+        if isinstance(content, dict) and isinstance(content.get("evalue"), str):
+            content = {**content, "evalue": shortened(content["evalue"])}
+        try:
+            return pack(content)
+        except UnicodeEncodeError:
+            return pack(_all_printable(content))
+
+    return packed
+
+
+def _all_printable(data: Any) -> Any:  # noqa: ANN401 - JSON data
+    if isinstance(data, str):
+        return printable(data)
+    if isinstance(data, dict):
+        return {_all_printable(key): _all_printable(value) for key, value in data.items()}
+    return [_all_printable(each) for each in data] if isinstance(data, list | tuple) else data
+
+
+def _refuse_exit() -> None:
+    """Replace what ``exit()`` does in a cell: it would end this rank, a moment after the cell's success."""
+    raise UsageError("exit() would end the ranks: %fsdp stop ends them; return, or raise an exception, to end a cell")
+
+
+def _note_errors_of_display(shell: Any) -> None:  # noqa: ANN401 - untyped in ipykernel
+    """Publish an exception that displaying a value raised: the reply of the cell does not name it."""
+    show = shell._showtraceback
+
+    def showtraceback(etype: type[BaseException], evalue: BaseException, lines: list[str]) -> None:
+        show(etype, evalue, lines)
+        if getattr(shell, "_last_traceback_during_displayhook", False):
+            shell.display_pub.publish({ERROR_MIME: report(evalue, shell, "\n".join(lines))})
+
+    shell._showtraceback = showtraceback
 
 
 def _end_when_alone() -> None:
@@ -508,7 +550,7 @@ def _front_outcome(rank: int, reply: Any, cell_report: dict[str, Any]) -> Any:  
     """Return the value of a rank's reply, or the exception."""
     if isinstance(reply, RemoteError):
         text = {"ename": reply.ename, "evalue": reply.evalue, "traceback": reply.traceback}
-        return as_error(rank, {"line": None, **cell_report, **text})
+        return as_error(rank, {"line": None, **text, **cell_report})
     if isinstance(reply, Exception):
         return ClusterError(f"rank {rank} did not run the request: {reply}")
     if isinstance(reply, dict) and "error" in reply:

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from workbench.errors import printable, shortened
+
 
 class Shell(Protocol):
     """The part of IPython's shell used here."""
@@ -29,10 +31,11 @@ def report(error: BaseException, shell: Shell, rendered: str | None = None) -> d
         shell: the engine's IPython shell.
         rendered: its rendered traceback; None: as Python formats it.
     """
+    text = "".join(traceback.format_exception(error)) if rendered is None else rendered
     return {
         "ename": type(error).__name__,
-        "evalue": str(error),
-        "traceback": "".join(traceback.format_exception(error)) if rendered is None else rendered,
+        "evalue": printable(shortened(str(error))),
+        "traceback": printable(shortened(text) if rendered is None else text),
         **user_line(error, shell),
     }
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine import explain
 from workbench.engine._torch import local_of, storage_of
 from workbench.engine.root_checks import clean
+from workbench.errors import shortened
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import CAPACITY, Recorder
@@ -52,7 +53,7 @@ def annotate(error: BaseException, recorder: Recorder) -> None:
         if getattr(error, _EXAMINED, False):  # units may be in another state by now
             return
         setattr(error, _EXAMINED, True)
-        text = str(error)
+        text = shortened(str(error))
         matching = [pattern for pattern in PATTERNS if pattern.text.search(text)]
         if matching:
             note = _note(_Scene(error, text, recorder), matching)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine._torch import local_of
 from workbench.engine.explain import explain
-from workbench.errors import UsageError
+from workbench.errors import UsageError, shortened
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
 from workbench.runtime.inspection import inspect
@@ -275,7 +275,7 @@ def _run_cell(text: str, scope: _Scope) -> str:
 
 def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError:
     explain(error)
-    ename, evalue = type(error).__name__, str(error)
+    ename, evalue = type(error).__name__, shortened(str(error))
     if isinstance(work, RunCell):
         return JobError(ename=ename, evalue=evalue, traceback=_cut("".join(_traceback_of(error))))
     place = _place(error) if isinstance(work, Evaluate) else ""

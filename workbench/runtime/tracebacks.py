@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from workbench.engine.explain import explain
+from workbench.errors import MAX_MESSAGE, shortened
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.stacks import is_of_a_library, place_in_file
 
@@ -43,6 +44,7 @@ def fold(render: Render) -> Render:
         if isinstance(etb, tuple):  # IPython's plain mode asks so for a chained exception, which is cut already
             return render(etype, evalue, etb, tb_offset, *rest, **more)
         explain(evalue)
+        etype, evalue = type(cut := _short(evalue)), cut
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
         kept, before = _kept(frames), _before(evalue)
         if not kept and not any(_kept(_frames(each.__traceback__)) for each in before):
@@ -56,6 +58,29 @@ def fold(render: Render) -> Render:
         return [*lines[:end], *([left_out] if left_out else []), *lines[end:]]
 
     return folded
+
+
+def _short(error: BaseException, known: dict[int, BaseException] | None = None) -> BaseException:
+    """Return ``error``, or a stand-in with a shorter message: IPython takes a minute to render one of 10 MB."""
+    known = {} if known is None else known
+    if id(error) in known:
+        return known[id(error)]
+    known[id(error)] = error
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's own; IPython says so
+        return error
+    before = [each and _short(each, known) for each in (error.__cause__, error.__context__)]
+    if len(text) <= MAX_MESSAGE and before == [error.__cause__, error.__context__]:
+        return error
+    kind = type(error)
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__str__": lambda _: shortened(text)}
+    stand_in: BaseException = type(kind.__name__, (Exception,), named)()
+    known[id(error)] = stand_in
+    stand_in.__cause__, stand_in.__context__ = before
+    stand_in.__suppress_context__ = error.__suppress_context__
+    stand_in.__notes__ = list(getattr(error, "__notes__", ()))
+    return stand_in.with_traceback(error.__traceback__)
 
 
 def install() -> None:

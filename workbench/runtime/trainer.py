@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,8 +42,17 @@ def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's 
     """Return the number in ``result``, or None.
 
     Raises:
-        TypeError: ``result`` is a DTensor, whose value on one rank may be only that rank's part.
+        TypeError: ``result`` is a DTensor, whose value on one rank may be only that rank's part, or a coroutine or
+            generator, whose code has not run.
     """
+    if isinstance(result, (Awaitable, Generator, AsyncGenerator)):
+        if isinstance(result, Coroutine):
+            result.close()  # else Python warns that it was never awaited
+        kind = type(result).__name__.replace("_", " ")
+        raise TypeError(
+            f"the step function returned a{'n' * kind.startswith('a')} {kind}, so nothing of it ran: write it without "
+            "async and yield, or call it from a plain function that runs it, as with asyncio.run"
+        )
     if isinstance(result, DTensor):
         raise TypeError(
             "the step function returned a DTensor; on one rank its value may be only that rank's part: "
