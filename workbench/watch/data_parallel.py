@@ -72,7 +72,8 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def _announce(self, group: DistributedDataParallel, unit: Unit) -> None:
         is_new = group not in self._known
         super()._announce(group, unit)
-        if is_new and not getattr(group, "lazy_bucket_allocation", False):  # the buckets, which exist as long as the model; gradients may be views of them
+        if is_new and not getattr(group, "lazy_bucket_allocation", False):  # torch 2.15
+            # the buckets, which exist as long as the model; gradients may be views of them
             category = Category.SHARDED_GRADS if group.gradient_as_bucket_view else Category.REDUCE_SCATTER_BUFFERS
             nbytes = sum(param.nbytes for param in group.module.parameters() if param.requires_grad)
             weakref.finalize(group, drop, BufferHandle(category, unit.index, nbytes)).atexit = False
