@@ -14,9 +14,12 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from workbench.record.launch import Place, place
+
+if TYPE_CHECKING:
+    from workbench.record.rank_recording import RankRecording
 
 _MAX_REASON = 500
 """Characters of an error's text that are recorded."""
@@ -64,10 +67,42 @@ def _whole(text: str) -> int:
 
 
 def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
-    from workbench.engine.explain import explain  # noqa: PLC0415 - torch, after the arguments are checked
-    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - likewise
-
     program = (args.script, *args.args)
+    try:
+        recording = _begin(args, folder, here, program)
+    except Exception as error:  # noqa: BLE001 - such as a name that torch no longer has: the script runs nevertheless
+        recording = None
+        _say(here, f"this run is not recorded: {type(error).__name__}: {error}")
+    reason = "the process ended early"
+    try:
+        sys.argv = list(program)
+        if args.module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            if not sys.flags.safe_path:
+                sys.path[0] = str(Path(args.script).resolve().parent)
+            runpy.run_path(args.script, run_name="__main__")
+        reason = ""
+    except SystemExit as error:
+        is_number = isinstance(error.code, int)
+        reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
+        raise
+    except BaseException as error:
+        if recording is not None:
+            from workbench.engine.explain import explain  # noqa: PLC0415 - torch
+
+            explain(error)
+        text = " ".join(str(error).split())[:_MAX_REASON]
+        reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
+        raise
+    finally:
+        if recording is not None:
+            recording.end(reason)
+
+
+def _begin(args: argparse.Namespace, folder: Path, here: Place, program: tuple[str, ...]) -> RankRecording:
+    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - torch, after the arguments are checked
+
     try:
         recording = RankRecording(
             folder,
@@ -87,31 +122,8 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
     free = shutil.disk_usage(folder).free
     if here.local_rank == 0 and free < (needed := here.local_world_size * args.max_mb << 20):
         _say(here, f"{folder} has {free >> 20} MB free, and its ranks may write {needed >> 20} MB; see --max-mb")
-    try:
-        recording.begin()
-    except AttributeError as error:
-        _refuse(here, f"this version of torch cannot be recorded: {error}")
-    reason = "the process ended early"
-    try:
-        sys.argv = list(program)
-        if args.module:
-            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-        else:
-            if not sys.flags.safe_path:
-                sys.path[0] = str(Path(args.script).resolve().parent)
-            runpy.run_path(args.script, run_name="__main__")
-        reason = ""
-    except SystemExit as error:
-        is_number = isinstance(error.code, int)
-        reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
-        raise
-    except BaseException as error:
-        explain(error)
-        text = " ".join(str(error).split())[:_MAX_REASON]
-        reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
-        raise
-    finally:
-        recording.end(reason)
+    recording.begin()
+    return recording
 
 
 def _line_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import Header, RankInfo
 from workbench.watch import Watch, sees_all_collectives
+from workbench.watch.patches import Patches
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
@@ -54,7 +56,7 @@ class RankRecording:
         max_bytes: limit of the rank's files together.
         keep: number of the newest steps to keep at least; 0: all.
         every: record only each step whose number is a multiple of it.
-        complain: receives a sentence if the recording has to stop early.
+        complain: receives a sentence if the recording has to stop early, or something cannot be watched.
 
     Raises:
         FileExistsError: the folder has a recording of this rank.
@@ -108,36 +110,32 @@ class RankRecording:
         self._has_stopped = False
         self._watch: Watch | None = None
         self._undo: list[Callable[[], object]] = []
+        self._notes: deque[str] = deque()
 
     def begin(self) -> None:
-        """Record from now on.
-
-        Raises:
-            AttributeError: this version of torch has other names than :mod:`workbench.watch` knows; nothing is
-                recorded then.
-        """
+        """Record from now on."""
         probe.active = self._recorder
         self._recorder.source(SOURCE)
-        try:
-            self._watch = Watch().begin()
-        except AttributeError:
-            probe.active = None
-            self._writer.close()
-            raise
+        self._watch = Watch(self._note).begin()
         error_notes.install(self._recorder)
-        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in self._steps.install())]
+        hooks = self._steps.install(Patches("steps of optimizers are", self._note))
+        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in hooks)]
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
+
+    def _note(self, sentence: str) -> None:
+        """Say a sentence, and let the recording have it too."""
+        self._notes.append(sentence)  # one thread writes
+        self._complain(sentence)
 
     def end(self, reason: str = "") -> None:
         """Stop recording, and write the rest; ``reason`` says why the program ended, empty for success."""
         if os.getpid() != self._pid:  # a forked process that ends as this one would
             return
-        for undo in self._undo:
-            undo()
-        self._steps.close()
-        self.forget()
+        for undo in (*self._undo, self._steps.close, self.forget):
+            with suppress(Exception):  # the program ends as it would without
+                undo()
         self._stop.set()
         self._thread.join()
         try:
@@ -176,6 +174,8 @@ class RankRecording:
     def _write(self) -> None:
         if self._watch is not None:
             self._watch.settle()
+        while self._notes:
+            self._writer.note(self._notes.popleft())
         drained = self._recorder.drain(self._written)
         if self._recorder.header_version != self._header_version:
             self._header_version = self._recorder.header_version

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine._torch import local_of
 from workbench.events import Category, Edge
 from workbench.runtime.recorder import NO_STEP, Recorder
+from workbench.watch.patches import Patches
 
 
 class LoopSteps:
@@ -41,13 +42,18 @@ class LoopSteps:
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = 0
 
-    def install(self) -> list[RemovableHandle]:
-        """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks."""
+    def install(self, patches: Patches | None = None) -> list[RemovableHandle]:
+        """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks.
+
+        Args:
+            patches: in a program that is not ours, makes hooks whose failure it does not notice.
+        """
         self._recorder.on_forward = self._before_forward
-        return [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        before, after = self._before_optimizer, self._after_optimizer
+        if patches is not None:
+            where = "a step of an optimizer"
+            before, after = patches.hook(before, where), patches.hook(after, where)
+        return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
     @contextmanager
     def whole_program(self) -> Iterator[None]:

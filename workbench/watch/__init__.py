@@ -16,7 +16,7 @@ API are in ``_torch_private.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from workbench.events import Unit
 from workbench.watch import c10d_calls
 from workbench.watch._torch_private import (
     HAS_HOOKS,
-    Replacements,
     groups_below,
     handles_below,
     observe_calls,
@@ -38,6 +37,7 @@ from workbench.watch.data_parallel import DataParallelUnits
 from workbench.watch.flat_params import FlatParamUnits
 from workbench.watch.fully_shard import FullyShardUnits
 from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
+from workbench.watch.patches import Patches, complain
 from workbench.watch.torch_units import UnitLayout
 
 __all__ = [
@@ -71,31 +71,30 @@ def sees_all_collectives() -> bool:
 
 
 class Watch:
-    """Announces to the active probe what c10d and torch's own FSDP do, from :meth:`begin` to :meth:`end`."""
+    """Announces to the active probe what c10d and torch's own FSDP do, from :meth:`begin` to :meth:`end`.
 
-    def __init__(self) -> None:
-        self._changes = Replacements()
+    What cannot be watched with this version of torch, or fails later, is left out.
+
+    Args:
+        say: receives a sentence about it.
+    """
+
+    def __init__(self, say: Callable[[str], object] = complain) -> None:
         self._collectives = CollectiveWatch()
         sources = FullyShardUnits, FlatParamUnits, DataParallelUnits
         self._units = tuple(source(self._collectives) for source in sources)
+        self._calls = Patches("collectives are", say, self._collectives.abandon)
+        self._patches = [Patches(units.what, say, units.abandon) for units in self._units]
 
     def begin(self) -> Watch:
-        """Begin to watch; what an earlier time told the probe still holds.
-
-        Raises:
-            AttributeError: this version of torch has other names; nothing is watched then.
-        """
+        """Begin to watch; what an earlier time told the probe still holds."""
         if probe.active is not None:
             for units in self._units:
                 probe.active.source(units)
         c10d_calls.active = self._collectives
-        try:
-            observe_calls(self._collectives, self._changes)
-            for units in self._units:
-                units.install(self._changes)
-        except BaseException:
-            self.end()
-            raise
+        self._calls.install(lambda patches: observe_calls(self._collectives, patches))
+        for units, patches in zip(self._units, self._patches, strict=True):
+            patches.install(units.install)
         return self
 
     def note(self, models: Iterable[nn.Module]) -> None:
@@ -140,6 +139,7 @@ class Watch:
     def end(self) -> None:
         """Stop watching."""
         c10d_calls.active = None
+        for patches in (self._calls, *self._patches):
+            patches.undo()
         self._collectives.settle(is_last=True)
         stop_observing_groups()
-        self._changes.undo()

@@ -5,12 +5,10 @@ Each function here has a test in ``tests/watch/test_torch_private.py`` that fail
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -34,57 +32,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
+from workbench.watch.patches import Patches
 
 T = TypeVar("T")
 
 Work = dist.Work
 ParamGroup = _fsdp_param_group.FSDPParamGroup
 State = _fsdp_state.FSDPState
-
-
-class Replacements:
-    """Attributes of torch's classes and modules that are replaced for a while."""
-
-    def __init__(self) -> None:
-        self._undo: list[tuple[object, str, object]] = []
-
-    def wrap(
-        self, owner: type | ModuleType, name: str, wrapper: Callable[..., Any], *, if_probed: bool = False
-    ) -> None:
-        """Replace ``owner.name`` with a function that calls ``wrapper(original, *args)``.
-
-        Args:
-            owner: a class or module.
-            name: a function of it.
-            wrapper: what is called.
-            if_probed: while there is no probe, call the original instead.
-
-        Raises:
-            AttributeError: this version of torch has no such function.
-        """
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-            if if_probed and probe.active is None:
-                return original(*args, **kwargs)
-            return wrapper(original, *args, **kwargs)
-
-        self.replace(owner, name, replacement)
-
-    def replace(self, owner: type | ModuleType, name: str, replacement: object) -> None:
-        """Replace ``owner.name``, which exists."""
-        self._undo.append((owner, name, vars(owner).get(name, getattr(owner, name))))
-        setattr(owner, name, replacement)
-
-    def undo(self) -> None:
-        """Put all originals back."""
-        while self._undo:
-            owner, name, original = self._undo.pop()
-            setattr(owner, name, original)
 
 
 # ---- c10d
@@ -161,6 +117,7 @@ _BY_HOOK = {
     "BARRIER": Kind.BARRIER,
     "SCATTER": Kind.SCATTER,
     "GATHER": Kind.GATHER,
+    **dict.fromkeys(("SPLIT", "NEW_WINDOW", "UNKNOWN")),  # no collectives
 }
 
 # methods of ProcessGroup: their kind, and how many of their first arguments are (outputs, inputs)
@@ -191,7 +148,7 @@ _BY_METHOD = {
 }
 
 
-def observe_calls(observer: CallObserver, changes: Replacements) -> None:
+def observe_calls(observer: CallObserver, changes: Patches) -> None:
     """Report every call of c10d to ``observer`` until ``changes`` are undone.
 
     With hooks (:data:`HAS_HOOKS`) these are all calls; else those that Python makes.
@@ -200,31 +157,32 @@ def observe_calls(observer: CallObserver, changes: Replacements) -> None:
     if HAS_HOOKS:
         for group in groups_so_far():
             if not group.group_name.startswith(OWN):
-                _hook(group, observer)
-        changes.wrap(dist.ProcessGroup, "_set_group_name", _hook_new(observer))
+                _hook(group, observer, changes)
+        changes.wrap(dist.ProcessGroup, "_set_group_name", _hook_new(observer, changes))
     else:
         _wrap_calls(observer, changes)
     _observe_tensor_waits(observer.wait_for_tensor, changes)
 
 
-def _wrap_calls(observer: CallObserver, changes: Replacements) -> None:
+def _wrap_calls(observer: CallObserver, changes: Patches) -> None:
     """Report the calls that Python makes, where process groups have no hooks."""
     for method, row in _BY_METHOD.items():
-        if hasattr(dist.ProcessGroup, method):
-            names_peer = method != "recv_anysource"
-            changes.wrap(dist.ProcessGroup, method, _reporting(observer, *row, names_peer=names_peer))
+        names_peer = method != "recv_anysource"
+        changes.wrap(dist.ProcessGroup, method, _reporting(observer, *row, names_peer=names_peer))
     for namespace in (torch.ops._c10d_functional, torch.ops._c10d_functional_autograd):
         for name, kind in _BY_OPERATOR.items():
-            if hasattr(namespace, name):
-                original = getattr(namespace, name)
-                changes.replace(namespace, name, _Operator(original, _calling(observer, original, kind)))
+            if hasattr(namespace, name):  # autograd has not all of them
+                _wrap_operator(namespace, name, _calling(observer, kind), changes)
 
 
-def _observe_tensor_waits(wait: Callable[..., Any], changes: Replacements) -> None:
+def _observe_tensor_waits(wait: Callable[..., Any], changes: Patches) -> None:
     """Let ``wait(original, tensor)`` wait for what functional collectives return; no work is told for it."""
-    original = torch.ops._c10d_functional.wait_tensor
-    call = functools.partial(wait, original)
-    changes.replace(torch.ops._c10d_functional, "wait_tensor", _Operator(original, call))
+    _wrap_operator(torch.ops._c10d_functional, "wait_tensor", wait, changes)
+
+
+def _wrap_operator(namespace: Any, name: str, watcher: Callable[..., Any], changes: Patches) -> None:  # noqa: ANN401
+    original = getattr(namespace, name)
+    changes.replace(namespace, name, _Operator(original, changes.guarded(original, watcher, f"torch.ops.{name}")))
 
 
 def stop_observing_groups() -> None:
@@ -246,22 +204,22 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return () if known is None else tuple(known)
 
 
-def _hook_new(observer: CallObserver) -> Callable[..., Any]:
+def _hook_new(observer: CallObserver, changes: Patches) -> Callable[..., Any]:
     """Every new group gets a name: hook it then, before its first call; the engine's own groups need no hooks."""
 
     def named(original: Callable[..., Any], group: dist.ProcessGroup, name: str) -> Any:  # noqa: ANN401
         if not name.startswith(OWN):
-            _hook(group, observer)
+            _hook(group, observer, changes)
         return original(group, name)
 
     return named
 
 
-def _hook(group: dist.ProcessGroup, observer: CallObserver) -> None:
+def _hook(group: dist.ProcessGroup, observer: CallObserver, changes: Patches) -> None:
     calls: dict[int, object] = {}
 
     def pre(call: Any) -> None:  # noqa: ANN401 - PreHookArgs
-        kind = _BY_HOOK.get(call.name.name)
+        kind = _BY_HOOK[call.name.name]
         if kind is not None:
             tensors = Tensors(call.input_tensors, call.output_tensors)
             peer = call.root if kind.info.is_point_to_point else -1
@@ -271,8 +229,8 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver) -> None:
         if call.op_id in calls:
             observer.issued(calls.pop(call.op_id), call.work)
 
-    group.register_pre_hook(_HOOK_ID, pre)
-    group.register_post_hook(_HOOK_ID, post)
+    group.register_pre_hook(_HOOK_ID, changes.hook(pre, "the calls of a process group"))
+    group.register_post_hook(_HOOK_ID, changes.hook(post, "the works of a process group"))
 
 
 def _reporting(
@@ -319,8 +277,8 @@ class _Operator:
         return getattr(self._original, name)
 
 
-def _calling(observer: CallObserver, original: Any, kind: Kind) -> Callable[..., Any]:  # noqa: ANN401
-    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _calling(observer: CallObserver, kind: Kind) -> Callable[..., Any]:
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         given, name = _tensors(args[:1]), kwargs.get("group_name", args[-1])
         if not given or not isinstance(name, str):
             return original(*args, **kwargs)

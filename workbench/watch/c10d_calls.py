@@ -224,6 +224,11 @@ class CollectiveWatch:
                 self._ended[work] = call
                 self._announce_late_end(call)
 
+    def abandon(self) -> None:
+        """Announce the ends of all calls, as nothing is known of them any more."""
+        while self._in_flight:
+            self._announce_late_end(self._in_flight.popitem()[1])
+
     def has_settled(self) -> bool:
         """Announce the ends of calls that have ended; return whether none is in flight."""
         self.settle()

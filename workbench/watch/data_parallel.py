@@ -17,8 +17,8 @@ from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
-from workbench.watch._torch_private import Replacements
 from workbench.watch.c10d_calls import count, holds
+from workbench.watch.patches import Patches
 from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, drop
 
 
@@ -29,9 +29,11 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     """
 
     name = TORCH_DDP
+    what = "models in torch's DistributedDataParallel are"
 
-    def install(self, changes: Replacements) -> None:
+    def install(self, changes: Patches) -> None:
         """Watch until ``changes`` are undone."""
+        self._patches = changes
         changes.wrap(DistributedDataParallel, "forward", self._forward, if_probed=True)
         if hasattr(DistributedDataParallel, "finalize_backward"):  # torch 2.15; called by the program
             changes.wrap(DistributedDataParallel, "finalize_backward", self._finalize, if_probed=True)
@@ -104,10 +106,10 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         with self._collectives.within(known.index):  # buffers are broadcast
             result = original(model, *args, **kwargs)
         probe.event(Kind.FORWARD, Edge.END, known.index)
-        begun = _Backward(self, model, known)
+        begun = _Backward(self, model, known, self._patches)
         for output in _torch.tensors_in(result):
             if output.requires_grad:
-                output.register_hook(begun)
+                output.register_hook(self._patches.hook(begun, "gradients of DistributedDataParallel's outputs"))
         return result
 
     def _of(self, model: DistributedDataParallel) -> WatchedUnit:
@@ -156,8 +158,11 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 class _Backward:
     """Hook on the outputs of a forward: the first gradient begins the backward."""
 
-    def __init__(self, units: DataParallelUnits, model: DistributedDataParallel, known: WatchedUnit) -> None:
+    def __init__(
+        self, units: DataParallelUnits, model: DistributedDataParallel, known: WatchedUnit, patches: Patches
+    ) -> None:
         self._units, self._known, self._model = units, known, weakref.ref(model)
+        self._finish = patches.hook(self._end, "the end of DistributedDataParallel's backward")
         self._has_begun = False
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -166,7 +171,7 @@ class _Backward:
         self._has_begun = True
         self._units.begin_backward(self._known)
         # the reducer queues its own end of the backward after this one, and what is queued there comes after it
-        _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._end))
+        _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))
 
     def _end(self) -> None:
         model = self._model()

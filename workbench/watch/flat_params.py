@@ -16,8 +16,9 @@ from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D, TORCH_CLASSIC, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
-from workbench.watch._torch_private import Handle, Replacements, Tensors
+from workbench.watch._torch_private import Handle, Tensors
 from workbench.watch.c10d_calls import count, holds
+from workbench.watch.patches import Patches
 from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
 
 FLAT = "_flat_param"
@@ -28,8 +29,9 @@ class FlatParamUnits(TorchUnits[Handle]):
     """Source of the events of every model in torch's ``FullyShardedDataParallel``; a unit is a flat parameter."""
 
     name = TORCH_CLASSIC
+    what = "units of torch's FullyShardedDataParallel are"
 
-    def install(self, changes: Replacements) -> None:
+    def install(self, changes: Patches) -> None:
         """Watch until ``changes`` are undone."""
         changes.wrap(_torch.wrapper_functions, "_pre_forward", self._pre_forward, if_probed=True)
         changes.wrap(_torch.wrapper_functions, "_post_forward", self._post_forward, if_probed=True)

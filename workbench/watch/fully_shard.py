@@ -17,8 +17,9 @@ from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
-from workbench.watch._torch_private import ParamGroup, Replacements, State, Tensors
+from workbench.watch._torch_private import ParamGroup, State, Tensors
 from workbench.watch.c10d_calls import count, holds
+from workbench.watch.patches import Patches
 from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
 
 
@@ -29,8 +30,9 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     """
 
     name = TORCH_FULLY_SHARD
+    what = "units of torch's fully_shard are"
 
-    def install(self, changes: Replacements) -> None:
+    def install(self, changes: Patches) -> None:
         """Watch until ``changes`` are undone."""
         for method in ("pre_forward", "post_forward", "unshard", "wait_for_unshard", "pre_backward", "post_backward"):
             changes.wrap(ParamGroup, method, getattr(self, f"_{method}"), if_probed=True)

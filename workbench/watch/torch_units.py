@@ -15,6 +15,7 @@ from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.watch.c10d_calls import CollectiveWatch
+from workbench.watch.patches import Patches
 
 Original = Callable[..., Any]
 Group = TypeVar("Group")
@@ -92,11 +93,23 @@ class WatchedUnit:
         probe.memory(Category.UNSHARDED_GRADS, self.index, nbytes - self.grads_nbytes)
         self.grads_nbytes = nbytes
 
+    def forget(self) -> None:
+        """Announce that no full parameters and no full gradients are held."""
+        self.free_full()
+        self.set_grads(0)
+        self.in_backward = False
+
 
 class TorchUnits(ABC, Generic[Group]):
     """A source whose units are objects of torch's, here called groups."""
 
     name: str
+    what: str
+    """Subject of the sentence that says that they are not seen, with its verb."""
+
+    @abstractmethod
+    def install(self, changes: Patches) -> None:
+        """Watch until ``changes`` are undone."""
 
     def __init__(self, collectives: CollectiveWatch) -> None:
         self._collectives = collectives
@@ -186,9 +199,14 @@ class TorchUnits(ABC, Generic[Group]):
         for group, known in tuple(self._known.items()):
             probe.event(Kind.RESET, Edge.INSTANT, known.index)
             self._renew(group, new_of)
-            known.free_full()
-            known.set_grads(0)
-            known.in_backward = False
+            known.forget()
+
+    def abandon(self) -> None:
+        """Announce that nothing is known of any unit any more."""
+        for known in self._known.values():
+            probe.event(Kind.RESET, Edge.INSTANT, known.index)
+            known.forget()
+        probe.phase(Phase.IDLE)
 
     @abstractmethod
     def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
