@@ -19,9 +19,15 @@ from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import Block, batch, loss_of, make_net
 from tests.helpers.unsharded_copy import DIM, data
 from workbench import engine
+from workbench.engine._torch import REDUCES_IN_GRAD_DTYPE
 from workbench.events import Category, Kind
 
 BF16, FP16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def reduced_in(param: torch.dtype | None, reduce: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which the installed torch reduces gradients of float32 parameters."""
+    return reduce or (F32 if REDUCES_IN_GRAD_DTYPE else param) or F32
 
 
 def itemsize(*dtypes: torch.dtype | None) -> int:
@@ -37,7 +43,7 @@ def low_precision_grads(plain: nn.Module, param: torch.dtype | None, reduce: tor
     low = copy.deepcopy(plain).to(param or F32)
     loss_of(low, batch(dist.get_rank(), step)).backward()
     for master, p in zip(plain.parameters(), low.parameters(), strict=True):
-        grad = p.grad.to(reduce or p.grad.dtype)
+        grad = p.grad.to(reduced_in(param, reduce))
         dist.all_reduce(grad)
         master.grad = grad.div_(dist.get_world_size()).to(master.dtype)
 
@@ -57,7 +63,8 @@ def three_steps(param: torch.dtype | None, reduce: torch.dtype | None) -> tuple[
                 loss_of(model, batch(dist.get_rank(), step)).backward()
                 assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {F32}
                 # fp16 is divided before the sum, so that tiny values lose bits
-                close = {"rtol": 2e-3, "atol": 1e-6} if itemsize(reduce, param) == 2 else {"rtol": 1e-6, "atol": 1e-8}
+                is_half = reduced_in(param, reduce).itemsize == 2
+                close = {"rtol": 2e-3, "atol": 1e-6} if is_half else {"rtol": 1e-6, "atol": 1e-8}
                 assert_same_shards(model, plain, **(close if FP16 in {reduce, param} else SAME))
             for optimizer in optimizers:
                 optimizer.step()
@@ -73,7 +80,7 @@ def test_a_step_in_low_precision_equals_the_reference_and_counts_its_bytes(param
     root, block = slots(2, ROOT_SHAPES), slots(2, BLOCK_SHAPES)
     for gathered, reduced in run_ranks(2, three_steps, param, reduce):
         assert gathered == 2 * (root + 2 * BLOCKS * block) * itemsize(param)
-        assert reduced == 2 * (root + BLOCKS * block) * itemsize(reduce, param)
+        assert reduced == 2 * (root + BLOCKS * block) * reduced_in(param, reduce).itemsize
 
 
 class GradientIsInput(nn.Module):
@@ -130,9 +137,9 @@ def accumulated(api: ModuleType, reduce: torch.dtype | None) -> tuple[float, flo
 @pytest.mark.parametrize("reduce", [F32, None])
 def test_accumulation_without_sync_adds_up_in_the_reduce_dtype(api, reduce):
     for value, exact, held in run_ranks(2, accumulated, api, reduce):
-        assert (value == exact) == (reduce is F32)
+        assert (value == exact) == (reduced_in(BF16, reduce) is F32)
         if api is engine:
-            assert held == 4 * 3 * itemsize(reduce, BF16)
+            assert held == 4 * 3 * reduced_in(BF16, reduce).itemsize
 
 
 # ---- inputs and outputs of modules
@@ -370,7 +377,7 @@ def announced(param: torch.dtype | None, reduce: torch.dtype | None) -> set[tupl
     ("policy", "expected"),
     [
         ((None, None), ("float32", 4, "float32", 4)),
-        ((BF16, None), ("bfloat16", 2, "bfloat16", 2)),
+        ((BF16, None), ("bfloat16", 2, *(("float32", 4) if REDUCES_IN_GRAD_DTYPE else ("bfloat16", 2)))),
         ((FP16, F32), ("float16", 2, "float32", 4)),
     ],
 )
@@ -381,7 +388,7 @@ def test_units_announce_their_dtypes(policy, expected):
 def test_the_policy_is_a_frozen_record_with_torchs_fields():
     policy = engine.MixedPrecisionPolicy(BF16, F32, F64)
     assert policy == engine.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32, output_dtype=F64)
-    assert vars(engine.MixedPrecisionPolicy()) == vars(fsdp.MixedPrecisionPolicy())
+    assert vars(engine.MixedPrecisionPolicy()) == {"param_dtype_override_fn": None, **vars(fsdp.MixedPrecisionPolicy())}
     with pytest.raises(AttributeError):
         policy.param_dtype = F32
 

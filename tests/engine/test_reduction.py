@@ -20,13 +20,14 @@ class Slot:
 
     position: int
     slot_numel: int
+    shard_grad_dtype: torch.dtype | None = torch.float32
 
 
 FIRST, SECOND, THIRD = (Slot(position, slot_numel) for position, slot_numel in enumerate((2, 3, 1)))
 
 
-def reducer(dtype=torch.float32, *, offloads=False):
-    return Reducer(UNIT, None, dtype, torch.float32, offloads=offloads, pins=False)
+def reducer(*, offloads=False):
+    return Reducer(UNIT, None, offloads=offloads, pins=False)
 
 
 def partial_sum(params, value, dtype=torch.float32):
@@ -41,7 +42,7 @@ def partial_sum(params, value, dtype=torch.float32):
 def test_sums_of_some_parameters_each_are_added_over_all_of_them(dtype, category, num_bytes):
     one, other = partial_sum([FIRST, THIRD], 1.0, dtype), partial_sum([SECOND, THIRD], 2.0, dtype)
     with recording() as probe:
-        total = reducer(dtype).added(one, other)
+        total = reducer().added(one, other)
     assert total.params == [FIRST, SECOND, THIRD]
     assert total.output.tolist() == [1, 1, 2, 2, 2, 3]
     assert total.output.dtype == dtype

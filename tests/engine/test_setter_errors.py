@@ -39,6 +39,18 @@ WRONG_SETTINGS: dict[str, tuple[str, tuple[object, ...], type[Exception], Words]
         TypeError,
         ("set_is_last_backward", "'yes'", "takes True or False, got"),
     ),
+    "manual end": (
+        "set_manual_backward_finalization",
+        (1,),
+        TypeError,
+        ("set_manual_backward_finalization", "1", "takes True or False, got"),
+    ),
+    "kept memory": (
+        "set_keep_unsharded_storage",
+        ("yes",),
+        TypeError,
+        ("set_keep_unsharded_storage", "'yes'", "takes True or False, got"),
+    ),
     "reshard forward": (
         "set_reshard_after_forward",
         ("yes",),

@@ -52,6 +52,7 @@ from workbench.engine._torch import (
     gather_old_shards,
     group_allocator,
     has_grad_hooks,
+    has_own_grad_dtype,
     has_own_setattr,
     has_post_accumulate_hooks,
     is_in_backward,
@@ -75,6 +76,7 @@ from workbench.engine._torch import (
     set_parameter,
     set_versions,
     shards_along,
+    share_grad_dtype,
     share_post_accumulate_hooks,
     spec_of,
     splits,
@@ -157,6 +159,17 @@ def sharded(rows: int = 3) -> DTensor:
     full = torch.arange(rows * 2.0).view(rows, 2)
     local = list(full.chunk(mesh.size()))[mesh.get_local_rank()].clone()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+
+def test_the_dtype_of_gradients_is_set_or_follows_the_parameter():
+    unset, wide, free, new = (nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(4))
+    wide.grad_dtype, free.grad_dtype = torch.float32, None
+    assert [has_own_grad_dtype(param) for param in (unset, wide, free)] == [False, True, True]
+    share_grad_dtype(unset, new)
+    assert not has_own_grad_dtype(new)
+    for old in (wide, free):
+        share_grad_dtype(old, new)
+        assert new.grad_dtype is old.grad_dtype
 
 
 @on_one_rank

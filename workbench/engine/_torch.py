@@ -47,6 +47,24 @@ if untried():
     warnings.warn(untried(), stacklevel=2)
 
 
+REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+"""Without ``reduce_dtype``, torch's ``fully_shard`` reduces in parameters' ``grad_dtype``, not in ``param_dtype``."""
+
+
+def has_own_grad_dtype(param: torch.Tensor) -> bool:
+    """Return whether ``grad_dtype`` was set on ``param``: otherwise it is the parameter's dtype, also a later one.
+
+    Before torch 2.15, setting it to the parameter's dtype does not count.
+    """
+    return bool(getattr(param, "_has_grad_dtype_override", param.grad_dtype != param.dtype))
+
+
+def share_grad_dtype(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Set ``grad_dtype`` of ``new`` as on ``old``; no-op if it was never set there."""
+    if has_own_grad_dtype(old):
+        new.grad_dtype = old.grad_dtype
+
+
 def queue_backward_final_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` at the end of the current backward pass.
 

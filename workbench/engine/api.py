@@ -100,7 +100,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
         ValueError: already sharded, a container without forward, a module of the list inside another, a scalar or
             non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, a parameter
             tied to one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an
-            int that does not divide the ranks.
+            int that does not divide the ranks, a dtype of ``param_dtype_override_fn`` that is not allowed.
         NotImplementedError: an int for parameters that tensor parallelism has split, or with ``dp_mesh_dims``; a
             parameter with its own all-gather.
         RuntimeError: no process group.
@@ -119,7 +119,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     managed = _get_managed_modules(modules)
     infos = _get_param_module_infos(managed, ignored)
     _move_to(info.device, *_get_managed_states(managed, ignored))
-    groups = _make_groups(place(infos, shard_placement_fn, info), policy)
+    groups = _make_groups(place(infos, shard_placement_fn, info, mp_policy), policy)
     auto = reshard_after_forward is None
     state = FSDPState(modules, groups, device=info.device, auto_reshard=auto, mp_policy=mp_policy)
     mark_taken(infos, ", ".join(type(m).__name__ for m in modules), FSDPState)
@@ -192,9 +192,12 @@ def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequ
 def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPParamGroup]:
     """Create the units; if one of them cannot be created, the modules keep their parameters."""
     try:
-        return [FSDPParamGroup([DTensorParam(*one, info) for one in params], info, policy) for info, params in placed]
+        return [
+            FSDPParamGroup([DTensorParam(*one, info) for one in params], info, policy, keeps_dtype=keeps)
+            for info, keeps, params in placed
+        ]
     except (TypeError, ValueError, NotImplementedError):
-        for _, params in placed:
+        for _, _, params in placed:
             for param, where, _ in params:
                 where.register(param)
         raise

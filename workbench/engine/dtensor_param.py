@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from workbench.engine._torch import (
+    REDUCES_IN_GRAD_DTYPE,
     Spec,
     dtensor_of,
+    has_own_grad_dtype,
     joined_mesh,
     local_of,
     make_spec,
@@ -103,12 +105,15 @@ class DTensorParam(FSDPParam):
         spec: DTensor spec of the sharded parameter.
     """
 
+    reduces_in_grad_dtype = REDUCES_IN_GRAD_DTYPE
+
     def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
         layout = ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size)
         reduced_axes = (*mesh.spmd_shard_axes, *mesh.spmd_replicate_axes)
         self.full = FullParam(info.path, spec_of(param) if isinstance(param, DTensor) else None, reduced_axes)
         super().__init__(info, layout, mesh, param.dtype, (self.full,))
         self._given: nn.Parameter | None = param
+        self._own_grad_dtype = (param.grad_dtype,) if has_own_grad_dtype(param) else ()
         self._global_shape = param.shape
         self.spec = _sharded_spec(info.path, param, shard, mesh)
 
@@ -121,6 +126,20 @@ class DTensorParam(FSDPParam):
     def trainable(self) -> bool:
         """True if it takes a gradient now (may change between iterations)."""
         return self.sharded_param.requires_grad
+
+    @property
+    def shard_grad_dtype(self) -> torch.dtype | None:
+        """``grad_dtype`` of the parameter if it was set, where None allows any; otherwise the parameter's dtype."""
+        return self._own_grad_dtype[0] if self._own_grad_dtype else self.orig_dtype
+
+    def accumulate_in(self, grad_dtype: torch.dtype | None, param_dtype: torch.dtype) -> None:
+        """Let autograd keep narrower gradients as they are, which saves a cast of each; otherwise it casts them.
+
+        A wider dtype also applies to a reduction over tensor-parallel ranks.
+        """
+        if self.reduces_in_grad_dtype:
+            widens = grad_dtype is not None and grad_dtype.itemsize > param_dtype.itemsize
+            self.full.grad_dtype = (None if widens and not self.full.may_be_partial else grad_dtype,)
 
     def set_post_forward(self, mesh: FSDPMeshInfo | None) -> None:
         """Set the mesh it is split over between forward and backward; None: the usual mesh, or not split.
@@ -154,6 +173,7 @@ class DTensorParam(FSDPParam):
         if not param.is_meta:
             local.copy_(self.layout.shard_of(local_tensor(param).detach(), self.mesh_info.shard_mesh_rank))
         self.sharded_param = nn.Parameter(dtensor_of(local, self.spec), requires_grad=param.requires_grad)
+        self.keep_grad_dtype()
         self._local = local_of(cast("DTensor", self.sharded_param))
 
     @property
@@ -214,10 +234,18 @@ class DTensorParam(FSDPParam):
     def keep(self) -> None:
         """Adopt the registered parameter in its current memory."""
         self.sharded_param = self.registered()
+        self.keep_grad_dtype()
         self._local = local_of(cast("DTensor", self.sharded_param))
         self.info.register(self.sharded_param)  # a loader replaces it at one place only
         self.orig_dtype = self._local.dtype
         self.spec = with_dtype(self.spec, self.orig_dtype)
+
+    def keep_grad_dtype(self) -> None:
+        """Adopt ``grad_dtype`` if it was set on the sharded parameter; else set it there as on the one before."""
+        if has_own_grad_dtype(self.sharded_param):
+            self._own_grad_dtype = (self.sharded_param.grad_dtype,)
+        elif self._own_grad_dtype:
+            self.sharded_param.grad_dtype = self._own_grad_dtype[0]
 
     @property
     def local(self) -> torch.Tensor:
@@ -235,7 +263,7 @@ class DTensorParam(FSDPParam):
     def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
         """Accumulate ``local_grad`` (this rank's rows) into the DTensor's gradient."""
         if self.sharded_param.grad is None:
-            self.sharded_param.grad = dtensor_of(local_grad, self.spec)
+            self.sharded_param.grad = dtensor_of(local_grad, with_dtype(self.spec, local_grad.dtype))
             self.sharded_param.grad._workbench_lease = lease  # type: ignore[attr-defined]
         else:
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, cast, overload
 import torch
 from torch import nn
 
+from workbench.engine._torch import has_own_grad_dtype
 from workbench.engine.comm import AllGather, ReduceScatter
 from workbench.engine.fsdp_state import FSDPState, RootContext, state_of, states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
@@ -202,6 +203,11 @@ class FSDPModule:
             raise TypeError(f"set_post_optim_event takes a torch.Event or None, got {event!r}")
         self._get_fsdp_state().root_ctx.post_optim_event = event
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Set whether the memory of full parameters stays allocated, at its address, after they are resharded."""
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.keeps_memory = _flag(keep, "set_keep_unsharded_storage")
+
     # ---- gradients
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, recurse: bool = True) -> None:
@@ -312,9 +318,15 @@ class FSDPModule:
         units = units_of(states_below(module))
         for unit in units:
             unit.reshard()
+        params = [param for unit in units for param in unit.fsdp_params if has_own_grad_dtype(param.owned[0])]
+        grads = [(param, param.owned[0].grad) for param in params if param.owned[0].grad is not None]
+        for param, _ in grads:
+            param.owned[0].grad = None  # its dtype does not follow the parameter's
         super()._apply(fn, recurse)  # type: ignore[misc]
         for unit in units:
             unit.adopt_registered(fresh=True)
+        for param, grad in grads:
+            param.owned[0].grad = grad.to(param.owned[0].device)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -54,6 +54,7 @@ class FullParam:
         accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
         is_open: True while its memory holds its values.
         tp_spec: how tensor parallelism has split it; None if it has not.
+        grad_dtype: dtype to which autograd casts its gradient, in a tuple; None in it: no cast. Empty: its own.
     """
 
     param: nn.Parameter
@@ -65,6 +66,7 @@ class FullParam:
         self.accumulated_grad: torch.Tensor | None = None
         self.is_open = False
         self.tp_spec = tp_spec
+        self.grad_dtype: tuple[()] | tuple[torch.dtype | None] = ()
         self._before_grad: Callable[[torch.Tensor], None] | None = None
         self._hook: RemovableHandle | None = None  # handle of _before_grad on the current parameter
         self._reduced_axes = reduced_axes  # axes of tp_spec's mesh that the engine reduces over
@@ -116,8 +118,16 @@ class FullParam:
             self.param.requires_grad_(requires_grad)
         if requires_grad and self._hook is None and self._before_grad is not None:
             self._hook = self.param.register_hook(self._before_grad)
+        if self.grad_dtype and self.param.grad_dtype is not self.grad_dtype[0] and self.param.grad is None:
+            self.param.grad_dtype = self.grad_dtype[0]
         set_versions((self.param,), (self._view.version,))
         self.is_open = True
+
+    @property
+    def may_be_partial(self) -> bool:
+        """True if its gradient may be partial sums over tensor-parallel ranks, as that of a norm."""
+        placements = () if self.tp_spec is None else self.tp_spec.placements
+        return any(p.is_replicate() for axis, p in enumerate(placements) if axis not in self._reduced_axes)
 
     def close(self) -> None:
         """Empty the parameter; no-op if closed.
@@ -173,13 +183,13 @@ class FullParam:
             )
         return sum(g.nbytes for g in self.grads)
 
-    def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Add the full gradient to ``accumulated_grad`` in ``dtype``; no-op if autograd accumulates in that dtype."""
+    def accumulate_grad(self, dtype: torch.dtype | None) -> None:
+        """Add the full gradient to ``accumulated_grad`` in ``dtype``; no-op if autograd does, or for None."""
         if self.param.grad is None:
             return
         if self.accumulated_grad is not None:
             self.accumulated_grad += self._plain_grad()
-        elif self.param.grad.dtype != dtype:
+        elif self.param.grad.dtype != (dtype or self.param.grad.dtype):
             self.accumulated_grad = self._plain_grad().to(dtype)
         else:
             return  # autograd accumulates in this dtype

@@ -6,8 +6,8 @@ Terms used throughout the engine (see ``shard_layout.py`` for rows, slot and pad
                    has already split it.
 - *shard*          a rank's own rows: the local tensor of ``sharded_param``, a view of the unit's *flat shard*.
 - *unsharded*      the full tensor, a view of the unit's memory while it is unsharded; a single NaN while it is not.
-- *orig dtype*     of the shard, its gradient and the optimizer; *param dtype* of the unsharded; *reduce dtype* of the
-                   reduction.
+- *orig dtype*     of the shard and the optimizer; *grad dtype* of the shard's gradient, usually the same; *param dtype*
+                   of the unsharded; *reduce dtype* of the reduction.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ class FSDPParam(ABC):
         state: which form is registered.
     """
 
+    reduces_in_grad_dtype: ClassVar[bool] = False
+    """Without ``reduce_dtype`` its gradients are reduced in :attr:`shard_grad_dtype`, not in the param dtype."""
+
     computes_in_shard: ClassVar[bool] = False
     """With a single shard rank, modules compute with the optimizer's own parameters, not a copy."""
 
@@ -130,6 +133,22 @@ class FSDPParam(ABC):
     def trainable(self) -> bool:
         """True if it takes a gradient now (may change between iterations)."""
         return any(param.requires_grad for param in self.owned)
+
+    @property
+    def shard_grad_dtype(self) -> torch.dtype | None:
+        """Dtype of its sharded gradient; None: that of the reduction."""
+        return self.orig_dtype
+
+    def keep_grad_dtype(self) -> None:  # noqa: B027
+        """Adopt ``grad_dtype`` if it was set on the sharded parameter; else set it there as on the one before."""
+
+    def accumulate_in(self, grad_dtype: torch.dtype | None, param_dtype: torch.dtype) -> None:  # noqa: B027
+        """Set the dtype in which autograd is to accumulate full gradients (None: any), if it should not choose.
+
+        Args:
+            grad_dtype: dtype in which they are accumulated without sync and reduced; None: any.
+            param_dtype: dtype of the full forms.
+        """
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -269,8 +288,8 @@ class FSDPParam(ABC):
         """Return the bytes of full gradients on this rank; raises as :meth:`FullParam.grad_bytes`."""
         return sum(full.grad_bytes() for full in self.fulls)
 
-    def accumulate_grad(self, dtype: torch.dtype) -> None:
-        """Add full gradients to those that wait for a reduction, in its ``dtype``."""
+    def accumulate_grad(self, dtype: torch.dtype | None) -> None:
+        """Add full gradients to those that wait for a reduction, in ``dtype``; None: any."""
         for full in self.fulls:
             full.accumulate_grad(dtype)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from functools import partial
+from functools import partial, reduce
 from typing import cast
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from workbench import events
 from workbench.engine import probe, unit_collectives
 from workbench.engine.backends import backend_of
+from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.page_pool import Region
 from workbench.engine.comm import AllGather, CommPair
@@ -27,7 +28,7 @@ from workbench.engine.param import FSDPParam, ShardedState
 from workbench.engine.policies import UnitPolicy
 from workbench.engine.post_forward import PostForwardShard
 from workbench.engine.process_groups import CommGroup
-from workbench.engine.reduction import GradientSync, Reducer, foreach_reduce
+from workbench.engine.reduction import GradientSync, Reducer, ReduceScatterState, ShardSum, foreach_reduce
 from workbench.engine.refusal_text import used_after_reshard
 from workbench.engine.shard_layout import rows_of
 from workbench.engine.tensor_trees import unrecorded
@@ -73,6 +74,8 @@ class FSDPParamGroup:
         max_reductions: reduce-scatters in flight it allows; the largest value of all units applies.
         reshard_after_backward: free full parameters after backward.
         unshard_in_backward: False if backward does not need the full parameters, as for an embedding.
+        keeps_dtype: modules compute in the shards' dtype, whatever the policy's ``param_dtype``.
+        keeps_memory: the memory of full parameters stays allocated, and so at its address, while they are sharded.
         pending_backwards: recorded forwards whose backward has not begun.
         on_inner_grad: called before a gradient is accumulated that autograd reached without passing an output.
     """
@@ -82,7 +85,11 @@ class FSDPParamGroup:
         params: Sequence[FSDPParam],
         mesh_info: FSDPMeshInfo,
         policy: UnitPolicy,
+        *,
+        keeps_dtype: bool = False,
     ) -> None:
+        self.keeps_dtype = keeps_dtype
+        self.keeps_memory = False
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.training_state = TrainingState.IDLE
@@ -175,13 +182,19 @@ class FSDPParamGroup:
     @property
     def param_dtype(self) -> torch.dtype:
         """Dtype of the full parameters."""
-        wanted = self.policy.mp_policy.param_dtype
+        wanted = None if self.keeps_dtype else self.policy.mp_policy.param_dtype
         return wanted if wanted is not None and self.orig_dtype.is_floating_point else self.orig_dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """Dtype of the reduction."""
-        return self.policy.mp_policy.reduce_dtype or self.param_dtype
+        """Dtype of the reduction, where that does not depend on which gradients there are and in which dtype."""
+        dtypes = {self.grad_dtype_of(p) or self.param_dtype for p in self.fsdp_params if p.trainable}
+        return reduce(torch.promote_types, dtypes) if dtypes else self.param_dtype
+
+    def grad_dtype_of(self, param: FSDPParam) -> torch.dtype | None:
+        """Return the dtype in which full gradients of ``param`` are accumulated and reduced; None: any."""
+        default = param.shard_grad_dtype if param.reduces_in_grad_dtype else self.param_dtype
+        return self.policy.mp_policy.reduce_dtype or default
 
     @property
     def is_trained(self) -> bool:
@@ -194,15 +207,19 @@ class FSDPParamGroup:
             self.fsdp_params, buffers_in(UnshardMemory(self.index, self._make_memory()), self.fsdp_params)
         )
         self._unit = UnitId(self.index, self.name)
+        self._set_grad_dtypes()
         self._reducer = Reducer(
             unit=self._unit,
             mesh_info=self.mesh_info,
-            dtype=self.reduce_dtype,
-            orig_dtype=self.orig_dtype,
             offloads=self.policy.offloads,
             pins=self.policy.pins,
             sync=self.sync,
         )
+
+    def _set_grad_dtypes(self) -> None:
+        for param in self.fsdp_params:
+            param.keep_grad_dtype()
+            param.accumulate_in(self.grad_dtype_of(param), self.param_dtype)
 
     def _make_memory(self) -> FullMemory:
         flat, size = self.shards.flat, self.mesh_info.shard_mesh_size
@@ -233,6 +250,7 @@ class FSDPParamGroup:
     def lazy_init(self, name: str, root_index: int, comm_ctx: FSDPCommContext) -> None:
         """Join a root: adopt its name for the unit and its communication context."""
         self.adopt_registered()
+        self._set_grad_dtypes()
         self.take_name(name)
         self.root_index, self.comm_ctx = root_index, comm_ctx
         comm_ctx.reductions.max_scatters = max(comm_ctx.reductions.max_scatters, self.max_reductions)
@@ -426,7 +444,11 @@ class FSDPParamGroup:
         for fsdp_param in self.fsdp_params:
             fsdp_param.to_sharded()
         self._post_forward = None
-        self.buffers.give_back(self.comm_ctx.pages)
+        self._free_full()
+
+    def _free_full(self) -> None:
+        if not self.keeps_memory:
+            self.buffers.give_back(self.comm_ctx.pages)
 
     @unrecorded
     def _reshard_after_forward(self) -> None:
@@ -440,7 +462,7 @@ class FSDPParamGroup:
         probe.event(Kind.RESHARD, Edge.INSTANT, self.index)
         self._post_forward = PostForwardShard(self.index, self.fsdp_params, info, self.param_dtype, self.device)
         self.comm_ctx.streams.shards_changed(None)
-        self.buffers.give_back(self.comm_ctx.pages)
+        self._free_full()
 
     # ---- hooks of the step
 
@@ -531,7 +553,7 @@ class FSDPParamGroup:
         else:
             self._reshard_after_backward()  # first: a cast of the gradients may need the memory
             for param in self.fsdp_params:
-                param.accumulate_grad(self.reduce_dtype)
+                param.accumulate_grad(self.grad_dtype_of(param))
             self._account_grads()
         self._rest()
         self.training_state = TrainingState.IDLE
@@ -568,7 +590,7 @@ class FSDPParamGroup:
                 ctx.reductions.make_room()
                 if params:
                     ctx.comms.reduces(self)
-                    started = foreach_reduce(self._reducer, params, grads, self.comm_choice.pair.reduce, unused)
+                    started = self._start_reduction(params, grads, unused)
                 else:
                     started = self._reducer.all_reduce_kept(unused)
                 ctx.reductions.add(started)
@@ -577,12 +599,22 @@ class FSDPParamGroup:
                 self._grad_bytes = 0
         ctx.join()  # backward's next allocation may reuse the memory of these gradients
 
+    def _start_reduction(
+        self, params: list[FSDPParam], grads: list[Grads], unused: list[str]
+    ) -> ReduceScatterState | ShardSum:
+        present = ((param, grad) for param, own in zip(params, grads, strict=True) for grad in own if grad is not None)
+        dtype = self._reducer.dtype_with(self.grad_dtype_of(param) or grad.dtype for param, grad in present)
+        choice = self.comm_choice  # a pair that the engine chose is for one dtype
+        is_fit = dtype == self.reduce_dtype or choice.is_set_by_user
+        reducer = choice.pair.reduce if is_fit else backend_of(self.device).pair().reduce
+        return foreach_reduce(self._reducer, params, grads, reducer, unused, dtype)
+
     def _complete_grads(self) -> bool:
         """Add accumulated gradients, and zeros for unused parameters if set; return whether anything changed."""
         added = False
         for param in self.fsdp_params:
             if param.has_accumulated_grad:  # from earlier micro-batches: add the last one's
-                param.accumulate_grad(self.reduce_dtype)
+                param.accumulate_grad(self.grad_dtype_of(param))
                 added = True
             elif self.sync.reduce_unused:
                 param.count_as_zero()

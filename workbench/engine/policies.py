@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from workbench.engine.backends import can_pin
 
@@ -15,20 +17,44 @@ class MixedPrecisionPolicy:
 
     Attributes:
         param_dtype: of the full parameters: all-gather, forward and backward.
-        reduce_dtype: of the reduction, and of gradients accumulated without sync; None: the dtype of backward.
+        reduce_dtype: of the reduction, and of gradients accumulated without sync; None: as in the installed torch.
+            From 2.15 on, that is each parameter's ``grad_dtype``, by default its own dtype; before, ``param_dtype``.
         output_dtype: dtype that floating-point outputs of forward are cast to.
         cast_forward_inputs: cast floating-point inputs of forward to ``param_dtype``.
+        param_dtype_override_fn: returns the dtype of a parameter that keeps its own, and None or ``param_dtype`` for
+            any other; asked once, by ``fully_shard``, for each of its parameters. Both kinds have an all-gather and a
+            reduce-scatter of their own.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+    def keeps_dtype(self, path: str, param: nn.Parameter) -> bool:
+        """Return whether modules compute with ``param`` in its own dtype, not in ``param_dtype``.
+
+        Raises:
+            ValueError: ``param_dtype_override_fn`` returned another dtype.
+        """
+        dtype = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if dtype not in (None, self.param_dtype, param.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn returned {dtype!r} for parameter {path!r}; it may return None, param_dtype "
+                f"({self.param_dtype}) or the parameter's own dtype ({param.dtype})"
+            )
+        return dtype is not None and dtype != self.param_dtype
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for a value that is not a floating-point dtype or bool."""
         check_dtypes(self, "param_dtype", "reduce_dtype", "output_dtype")
         check_bools(self, "cast_forward_inputs")
+        fn = self.param_dtype_override_fn
+        if fn is not None and not callable(fn):
+            raise TypeError(
+                f"MixedPrecisionPolicy: param_dtype_override_fn must be a function of a parameter, got {fn!r}"
+            )
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from functools import reduce as reduce_
 from typing import cast
 
 import torch
@@ -150,6 +151,15 @@ class PartialSum:
         """Yield each parameter with its slot."""
         return zip(self.params, self.output.split([p.slot_numel for p in self.params]), strict=True)
 
+    def in_grad_dtypes(self) -> list[tuple[list[FSDPParam], torch.Tensor]]:
+        """Return parameters whose sharded gradients share a dtype, with their slots in it, one after another."""
+        by_dtype: dict[torch.dtype, list[tuple[FSDPParam, torch.Tensor]]] = {}
+        for param, slot in self.slots():
+            by_dtype.setdefault(param.shard_grad_dtype or slot.dtype, []).append((param, slot))
+        if len(by_dtype) == 1:
+            return [(self.params, self.output.to(next(iter(by_dtype))))]
+        return [([p for p, _ in own], torch.cat([s for _, s in own]).to(dtype)) for dtype, own in by_dtype.items()]
+
 
 @dataclass
 class Reducer:
@@ -157,8 +167,6 @@ class Reducer:
 
     Attributes:
         mesh_info: ranks to reduce over.
-        dtype: of the reduction.
-        orig_dtype: dtype of the sharded gradients.
         offloads: sharded gradients live on the CPU.
         pins: sharded gradients are in pinned memory.
         kept: partial sum of earlier micro-batches, for the next all-reduce.
@@ -166,8 +174,6 @@ class Reducer:
 
     unit: UnitId
     mesh_info: FSDPMeshInfo
-    dtype: torch.dtype
-    orig_dtype: torch.dtype
     offloads: bool
     pins: bool
     sync: GradientSync = field(default_factory=GradientSync)
@@ -178,24 +184,28 @@ class Reducer:
     def _backend(self) -> Backend:
         return backend_of(torch.device(self.mesh_info.mesh.device_type))
 
-    @property
-    def scaling(self) -> Scaling:
-        """Divisors and operations for the next reduction."""
+    def dtype_with(self, dtypes: Iterable[torch.dtype]) -> torch.dtype:
+        """Return the dtype of a reduction of gradients of ``dtypes``, at least one, and of those from :meth:`keep`."""
+        total = reduce_(torch.promote_types, dtypes)
+        return total if self.kept is None else torch.promote_types(total, self.kept.output.dtype)
+
+    def scaling(self, dtype: torch.dtype) -> Scaling:
+        """Return divisors and operations for a reduction in ``dtype``."""
         if self.sync.comm_hook is not None:
             return Scaling(None, None, dist.ReduceOp.SUM, dist.ReduceOp.SUM)
         # NCCL applies the user's factor in the reduce-scatter; a single shard rank has none
         can_divide = self.sync.divide_factor is None or self.mesh_info.shard_group is not None
         return _get_gradient_divide_factors(
             self.mesh_info.data_parallel_size,
-            self.dtype,
+            dtype,
             has_average=self._backend.averages and not self.sync.force_sum and can_divide,
             factor=self.sync.divide_factor,
         )
 
-    def category(self, device: torch.device) -> Category:
-        """Return the memory category of a reduction's output on ``device``."""
+    def category(self, params: Sequence[FSDPParam], dtype: torch.dtype, device: torch.device) -> Category:
+        """Return the memory category of the output, in ``dtype`` on ``device``, of a reduction for ``params``."""
         moves = self.offloads and device != CPU
-        lives_on = not moves and self.dtype == self.orig_dtype
+        lives_on = not moves and all(p.shard_grad_dtype in (None, dtype) for p in params)
         return Category.SHARDED_GRADS if lives_on else Category.REDUCE_SCATTER_BUFFERS
 
     @property
@@ -224,14 +234,14 @@ class Reducer:
 
     def added(self, part: PartialSum, other: PartialSum) -> PartialSum:
         """Return the sum, over the union of their parameters; may change ``part`` in place."""
-        if part.params == other.params:
+        dtype = torch.promote_types(part.output.dtype, other.output.dtype)
+        if part.params == other.params and part.output.dtype == dtype:
             part.output += other.output
             return part
         params = sorted({*part.params, *other.params}, key=lambda p: p.position)
-        output = part.output.new_zeros(sum(p.slot_numel for p in params))
-        total = PartialSum(
-            params, output, probe.BufferHandle(self.category(output.device), self.unit.index, output.nbytes)
-        )
+        output = part.output.new_zeros(sum(p.slot_numel for p in params), dtype=dtype)
+        category = self.category(params, dtype, output.device)
+        total = PartialSum(params, output, probe.BufferHandle(category, self.unit.index, output.nbytes))
         slots = dict(total.slots())
         for param, slot in (*part.slots(), *other.slots()):
             slots[param] += slot
@@ -239,19 +249,22 @@ class Reducer:
 
     def finish(self, total: PartialSum) -> None:
         """Scale ``total``, fully reduced, and set it as the gradient of the shards."""
-        params, output, lease = total.params, total.output, total.lease
-        self._run_hook(output)
-        self.scaling.after(output)
-        grad = output.to(self.orig_dtype) if output.dtype != self.orig_dtype else output
+        self._run_hook(total.output)
+        self.scaling(total.output.dtype).after(total.output)
+        for params, grad in total.in_grad_dtypes():
+            self._set(params, grad, total)
+        for param in itertools.chain.from_iterable(p.owned for p in total.params):
+            call_post_accumulate_hooks(param)
+
+    def _set(self, params: Sequence[FSDPParam], grad: torch.Tensor, total: PartialSum) -> None:
         if self.offloads and grad.device != CPU:
             grad = self._copy_to_host(grad)
             if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
                 self.wait_for_host()  # accumulation or hooks read it below
-        if grad is not output:
+        lease = total.lease
+        if grad is not total.output:
             lease = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
         set_sharded_grads(params, grad, lease)
-        for param in itertools.chain.from_iterable(p.owned for p in params):
-            call_post_accumulate_hooks(param)
 
     def _copy_to_host(self, grad: torch.Tensor) -> torch.Tensor:
         """Start copying ``grad`` ``[S]`` to the host; read the copy only after :meth:`wait_for_host`."""
@@ -411,7 +424,7 @@ def all_reduce(reducer: Reducer, total: PartialSum, group: CommGroup, unused: Se
     comm = all_reduce_in_place if hook is None else partial(_call_hook, hook)
     kind = Kind.ALL_REDUCE
     collective = Collective(kind.words + _without(left_out), reducer.unit.name, output.nbytes)
-    op, unit = reducer.scaling.reduce_op, reducer.unit.index
+    op, unit = reducer.scaling(output.dtype).reduce_op, reducer.unit.index
     return AllReduceState(reducer, total, group.issue(comm, output, collective=collective, op=op, kind=kind, unit=unit))
 
 
@@ -429,6 +442,7 @@ def foreach_reduce(
     grads: list[Grads],
     reduce: ReduceScatter,
     unused: Sequence[str],
+    dtype: torch.dtype,
 ) -> ReduceScatterState | ShardSum:
     """Start summing the full gradients ``grads``; empties the list, so that they can be freed.
 
@@ -440,11 +454,12 @@ def foreach_reduce(
         grads: full gradients of each parameter.
         reduce: the unit's reduce-scatter.
         unused: names of the trainable parameters without a gradient.
+        dtype: of the reduction.
     """
-    unit, dtype, device, scaling = reducer.unit, reducer.dtype, reducer.mesh_info.device, reducer.scaling
+    unit, device, scaling = reducer.unit, reducer.mesh_info.device, reducer.scaling(dtype)
     then, group, slot_numel = reducer.plan(unused), reducer.mesh_info.shard_group, sum(p.slot_numel for p in params)
     if group is None:
-        return ShardSum(then, _laid_out(reducer, params, grads))
+        return ShardSum(then, _laid_out(reducer, params, grads, dtype))
     traits = traits_of(reduce)
     own = torch.empty(slot_numel, dtype=dtype, device=device) if traits.own_in_output else None
     num_staged = group.size if own is None else group.size - 1
@@ -458,7 +473,7 @@ def foreach_reduce(
         for part in (chunks,) if own is None else (chunks, own):
             scaling.before(part)
         output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
-        lease = probe.BufferHandle(reducer.category(device), unit.index, output.nbytes)
+        lease = probe.BufferHandle(reducer.category(params, dtype, device), unit.index, output.nbytes)
         kind, num_bytes = Kind.REDUCE_SCATTER, slot_numel * group.size * dtype.itemsize
         collective = Collective(kind.words + _without(unused), unit.name, num_bytes)
         pending = group.issue(
@@ -467,14 +482,15 @@ def foreach_reduce(
     return ReduceScatterState(then, params, reduce, chunks, staged_nbytes, output, lease, pending)
 
 
-def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads]) -> PartialSum:
+def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads], dtype: torch.dtype) -> PartialSum:
     """Return a single shard rank's full gradients as a partial sum."""
     device = reducer.mesh_info.device
-    output = torch.empty(sum(p.slot_numel for p in params), dtype=reducer.dtype, device=device)
+    output = torch.empty(sum(p.slot_numel for p in params), dtype=dtype, device=device)
     lay_out(params, grads, [output.view(1, -1)], reducer.unit)
     drop_full_grads(grads, reducer.unit)
-    reducer.scaling.before(output)
-    return PartialSum(params, output, probe.BufferHandle(reducer.category(device), reducer.unit.index, output.nbytes))
+    reducer.scaling(dtype).before(output)
+    category = reducer.category(params, dtype, device)
+    return PartialSum(params, output, probe.BufferHandle(category, reducer.unit.index, output.nbytes))
 
 
 def _count_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, num_bytes: int, sign: int) -> None:

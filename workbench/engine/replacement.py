@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from workbench.engine._torch import (
     dtensor_of,
     local_of,
     set_local,
+    share_grad_dtype,
     share_post_accumulate_hooks,
     spec_of,
     with_dtype,
@@ -62,17 +64,31 @@ class ShardCall:
     auto_reshard: bool
     origin: FSDPState
 
-    def apply(self, placement: Callable[[nn.Parameter], ShardPlacementResult], ignored: Sequence[nn.Parameter]) -> None:
-        """Make the call."""
+    @property
+    def regroups(self) -> bool:
+        """True if other parameters than now are to keep their dtype."""
+        was, wanted = self.origin.mp_policy, self.policy.mp_policy
+        return wanted.param_dtype_override_fn is not was.param_dtype_override_fn
+
+    def apply(
+        self,
+        placement: Callable[[nn.Parameter], ShardPlacementResult],
+        ignored: Sequence[nn.Parameter],
+        keeps: Callable[[ShardCall, nn.Parameter], torch.dtype | None],
+    ) -> None:
+        """Make the call; ``keeps`` returns what the policy's ``param_dtype_override_fn`` is to."""
+        wanted = self.policy.mp_policy
+        override = None if wanted.param_dtype_override_fn is None else partial(keeps, self)
         fully_shard(
             list(self.modules) if len(self.modules) > 1 else self.modules[0],
             mesh=self.mesh,
             reshard_after_forward=None if self.auto_reshard else self.policy.reshard_after_forward,
             shard_placement_fn=placement,
-            mp_policy=self.policy.mp_policy,
+            mp_policy=replace(wanted, param_dtype_override_fn=override),
             offload_policy=self.policy.offload_policy,
             ignored_params=ignored,
         )
+        cast("FSDPState", state_of(self.modules[0])).mp_policy = wanted
 
 
 class Replacement:
@@ -132,8 +148,16 @@ class Replacement:
             old = by_id[id(param)]
             return ShardPlacementResult(Shard(old.layout.dim), self._mesh_info or old.mesh_info)
 
+        kept = {p for unit in units_of(self._old) if unit.keeps_dtype for p in unit.fsdp_params}
+
+        def keeps(call: ShardCall, param: nn.Parameter) -> torch.dtype | None:
+            old, fn = by_id[id(param)], call.policy.mp_policy.param_dtype_override_fn
+            if call.regroups and fn is not None:
+                return fn(old.sharded_param)
+            return param.dtype if old in kept else None  # the function knew the parameters from before fully_shard
+
         for call in reversed(self._calls):
-            call.apply(placement, ignored)
+            call.apply(placement, ignored, keeps)
 
     def _new_states(self) -> list[FSDPState]:
         """Return the new calls' states, in the order of the calls.
@@ -183,6 +207,7 @@ class Replacement:
         else:
             data = laid_out(source, param.spec.mesh, param.spec.placements, home)
             new = nn.Parameter(data, requires_grad=old.trainable)
+            share_grad_dtype(old.sharded_param, new)
         share_post_accumulate_hooks(old.sharded_param, new)
         self.mapping[old.sharded_param] = new
         return new
@@ -254,17 +279,21 @@ def _stand_in(param: DTensorParam) -> nn.Parameter:
     data = torch.empty(param.layout.shape, dtype=param.orig_dtype, device="meta")
     if isinstance(like, DTensor):
         data = dtensor_of(data, with_dtype(spec_of(like), param.orig_dtype))
-    return nn.Parameter(data, requires_grad=param.trainable)
+    stand_in = nn.Parameter(data, requires_grad=param.trainable)
+    share_grad_dtype(param.sharded_param, stand_in)
+    return stand_in
 
 
 def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor]], home: torch.device) -> None:
-    """Set the old parameters' gradients on the new ones, in one flat tensor."""
-    sizes = [param.slot_numel for param, _ in grads]
-    flat = torch.zeros(sum(sizes), dtype=unit.orig_dtype, device=home)
-    lease = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)
-    for (param, grad), slot in zip(grads, flat.split(sizes), strict=True):
-        param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, home)))
-    set_sharded_grads([param for param, _ in grads], flat, lease)
+    """Set the old parameters' gradients on the new ones, in one flat tensor for each dtype."""
+    for dtype in dict.fromkeys(grad.dtype for _, grad in grads):
+        own = [(param, grad) for param, grad in grads if grad.dtype == dtype]
+        sizes = [param.slot_numel for param, _ in own]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
+        lease = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)
+        for (param, grad), slot in zip(own, flat.split(sizes), strict=True):
+            param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, home)))
+        set_sharded_grads([param for param, _ in own], flat, lease)
 
 
 def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:
@@ -274,6 +303,7 @@ def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:
             vars(unit.sync).update(vars(was.sync))
             unit.reshard_after_backward = was.reshard_after_backward
             unit.unshard_in_backward = was.unshard_in_backward
+            unit.keeps_memory = was.keeps_memory
             unit.max_reductions = was.max_reductions
             if was.comm is not None and was.comm.name == CUSTOM:
                 unit.use_comm(was.comm)

@@ -108,7 +108,7 @@ def reshard_module(
     ranks.check(holds)
     info = change.checked_mesh(units)
     calls = [change.of(call) for call in _calls(module, states, change)]
-    if not change.makes_units(units):
+    if not (change.makes_units(units) or any(call.regroups for call in calls)):
         _set_policies(calls)
         return {}
     replacement = Replacement(module, calls, info)
@@ -155,7 +155,13 @@ def reshard_unit(
             f"reshard_unit: offload_policy moves shards, which is possible only for the whole {type(root).__name__}: "
             "call reshard_module on it"
         )
-    _set_policies([change.of(_call_of(state, state.modules, None))])
+    call = change.of(_call_of(state, state.modules, None))
+    if call.regroups:
+        raise ValueError(
+            f"reshard_unit: another param_dtype_override_fn makes other units, for which all of {type(root).__name__} "
+            "is needed: call reshard_module on it"
+        )
+    _set_policies([call])
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import ParamModuleInfo, check_uniform
+from workbench.engine.policies import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,16 @@ class ShardPlacementResult:
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Placed = tuple[nn.Parameter, ParamModuleInfo, Shard]
-PlacedUnit = tuple[FSDPMeshInfo, list[Placed]]  # of one unit
+PlacedUnit = tuple[FSDPMeshInfo, bool, list[Placed]]  # of one unit; True: it computes in its own dtype
 
 
 def place(
-    infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]], fn: ShardPlacementFn | None, default: FSDPMeshInfo
+    infos: Sequence[tuple[nn.Parameter, ParamModuleInfo]],
+    fn: ShardPlacementFn | None,
+    default: FSDPMeshInfo,
+    precision: MixedPrecisionPolicy,
 ) -> list[PlacedUnit]:
-    """Group parameters, each with its dim, into units by the mesh they are split over.
+    """Group parameters, each with its dim, into units by the mesh they are split over and the dtype they compute in.
 
     Frozen parameters whose dtype differs from that of the trained ones (quantised weights with adapters) form separate
     units, after the others.
@@ -43,16 +47,17 @@ def place(
     Raises:
         TypeError: ``fn`` is not callable or returned a value of another type.
         ValueError: a dim out of range, or one that does not divide evenly; trained parameters of one mesh differ in
-            dtype; parameters of one mesh differ in device.
+            dtype; parameters of one mesh differ in device; see :meth:`MixedPrecisionPolicy.keeps_dtype`.
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"shard_placement_fn must be a function of a parameter, got {fn!r}; use lambda param: {fn!r}")
-    by_mesh: dict[FSDPMeshInfo, list[Placed]] = {}
+    by_key: dict[tuple[FSDPMeshInfo, bool], list[Placed]] = {}
     for param, info in infos:
         shard, mesh = _resolve(info.path, fn(param) if fn is not None else None, default)
-        by_mesh.setdefault(mesh, []).append((param, info, _checked(info.path, param, shard, mesh)))
-    units = [(mesh, unit) for mesh, placed in by_mesh.items() for unit in _by_dtype(placed)]
-    for _, unit in units:
+        key = mesh, precision.keeps_dtype(info.path, param)
+        by_key.setdefault(key, []).append((param, info, _checked(info.path, param, shard, mesh)))
+    units = [(*key, unit) for key, placed in by_key.items() for unit in _by_dtype(placed)]
+    for _, _, unit in units:
         check_uniform([(info.path, param) for param, info, _ in unit])
     return units
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from workbench.engine import agreement
-from workbench.engine._torch import dtensor_of, local_of, share_post_accumulate_hooks, spec_of
+from workbench.engine._torch import dtensor_of, local_of, share_grad_dtype, share_post_accumulate_hooks, spec_of
 from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.memory_aliasing import is_same_storage
 from workbench.engine.dtensor_param import DTensorParam
@@ -127,6 +127,7 @@ def _plain(param: DTensorParam) -> nn.Parameter:
     """Return the parameter in its form before fully_shard, with its current values, gradient and hooks."""
     sharded, like = param.sharded_param, param.full.param
     plain = nn.Parameter(state_like(like, sharded), requires_grad=sharded.requires_grad)
+    share_grad_dtype(sharded, plain)
     if sharded.grad is not None:
         plain.grad = state_like(like, sharded.grad)
     share_post_accumulate_hooks(sharded, plain)
@@ -160,6 +161,7 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
     likes: dict[torch.Tensor, nn.Parameter] = {param.sharded_param: param.full.param for param in managed}
     for old, like in likes.items():
         memo[id(old)] = plain = nn.Parameter(state_like(like, old), requires_grad=old.requires_grad)
+        share_grad_dtype(old, plain)
         if old.grad is not None:
             plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:

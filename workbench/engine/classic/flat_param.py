@@ -524,13 +524,14 @@ class FlatParam(FSDPParam):
 
     # ---- gradients
 
-    def accumulate_grad(self, dtype: torch.dtype) -> None:
+    def accumulate_grad(self, dtype: torch.dtype | None) -> None:
         """Accumulate full gradients until their reduction, in the wider of its ``dtype`` and their own.
 
         Torch's wrapper accumulates in their own dtype, which is inaccurate in low precision; ``fully_shard``
         accumulates in the dtype of the reduction.
         """
-        super().accumulate_grad(torch.promote_types(dtype, self.fulls[0].param.dtype))
+        own = self.fulls[0].param.dtype
+        super().accumulate_grad(own if dtype is None else torch.promote_types(dtype, own))
 
     def copy_in_pairs(
         self, grads: Grads, slots: torch.Tensor, first_rank: int
