@@ -55,8 +55,13 @@ class Zygote:
 
     def __init__(self, settings: Settings) -> None:
         self._process = psutil.Popen(
-            [settings.python, "-m", "bench.field.zygote"], env=settings.environment, stdin=subprocess.PIPE, text=True
+            [settings.python, "-m", "bench.field.zygote"],
+            env=settings.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
+        self._process.stdout.readline()  # it has imported all
         self._lock = threading.Lock()
 
     def order(self, order: dict[str, Any]) -> None:

@@ -33,6 +33,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     for line in sys.stdin:
         order = json.loads(line)
         if os.fork():
