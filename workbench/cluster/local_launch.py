@@ -52,7 +52,7 @@ _PORTS = 15  # that the controller listens on
 _POLL_S = 0.01
 _LOG_LINES = 12
 
-PROGRESS_S = 2.0
+PROGRESS_S = 0.5
 """CPU time in seconds, of one process before one deadline, that counts as progress; heartbeats take less."""
 
 OPEN_FILES, OPEN_FILES_PER_RANK = 200, 12
