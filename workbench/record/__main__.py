@@ -14,15 +14,14 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from typing import TYPE_CHECKING, NoReturn
 
 from workbench.record.launch import Place, place
+from workbench.record.reasons import reason_of
 
 if TYPE_CHECKING:
     from workbench.record.rank_recording import RankRecording
-
-_MAX_REASON = 500
-"""Characters of an error's text that are recorded."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -73,7 +72,7 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
     except Exception as error:  # noqa: BLE001 - such as a name that torch no longer has: the script runs nevertheless
         recording = None
         _say(here, f"this run is not recorded: {type(error).__name__}: {error}")
-    reason = "the process ended early"
+    reason, before = "the process ended early", getrusage(RUSAGE_CHILDREN).ru_minflt
     try:
         sys.argv = list(program)
         if args.module:
@@ -83,36 +82,36 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
                 sys.path[0] = str(Path(args.script).resolve().parent)
             runpy.run_path(args.script, run_name="__main__")
         reason = ""
-    except SystemExit as error:
-        is_number = isinstance(error.code, int)
-        reason = "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
-        raise
     except BaseException as error:
         if recording is not None:
             from workbench.engine.explain import explain  # noqa: PLC0415 - torch
 
             explain(error)
-        text = " ".join(str(error).split())[:_MAX_REASON]
-        reason = f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
+        reason = reason_of(error)
         raise
     finally:
         if recording is not None:
             recording.end(reason)
+            has_children = getrusage(RUSAGE_CHILDREN).ru_minflt > before
+            if recording.is_empty and has_children and not here.launcher:
+                _say(
+                    here,
+                    "nothing was recorded, as this process trained nothing. If the script starts its ranks itself, let"
+                    " it use torch.multiprocessing.spawn, or start it by torchrun",
+                )
 
 
 def _begin(args: argparse.Namespace, folder: Path, here: Place, program: tuple[str, ...]) -> RankRecording:
-    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415 - torch, after the arguments are checked
+    # torch, after the arguments are checked
+    from workbench.record.rank_recording import RankRecording  # noqa: PLC0415
+    from workbench.record.spawned_ranks import Options, record_spawned  # noqa: PLC0415
 
+    def complain(sentence: str) -> None:
+        _say(here, sentence)
+
+    options = Options(program=program, max_bytes=args.max_mb << 20, keep=args.keep, every=args.every)
     try:
-        recording = RankRecording(
-            folder,
-            here,
-            program=program,
-            max_bytes=args.max_mb << 20,
-            keep=args.keep,
-            every=args.every,
-            complain=lambda sentence: _say(here, sentence),
-        )
+        recording = RankRecording(folder, here, complain=complain, **vars(options))
     except FileExistsError:
         if folder.is_dir():
             _refuse(here, f"{folder} has a recording of rank {here.rank} already: choose another --out, or delete it")
@@ -123,18 +122,9 @@ def _begin(args: argparse.Namespace, folder: Path, here: Place, program: tuple[s
     if here.local_rank == 0 and free < (needed := here.local_world_size * args.max_mb << 20):
         _say(here, f"{folder} has {free >> 20} MB free, and its ranks may write {needed >> 20} MB; see --max-mb")
     recording.begin()
+    if not here.launcher:
+        recording.at_end(record_spawned(recording, folder.resolve(), options, complain).undo)
     return recording
-
-
-def _line_of(error: BaseException) -> str:
-    """Return the script's innermost line in an error's traceback; empty if it has none."""
-    found, step = "", error.__traceback__
-    while step is not None:
-        frame = step.tb_frame
-        if frame.f_globals.get("__name__") == "__main__" and frame.f_code.co_filename != __file__:
-            found = f", at line {step.tb_lineno} of {frame.f_code.co_filename}"
-        step = step.tb_next
-    return found
 
 
 def _say(here: Place, sentence: str) -> None:

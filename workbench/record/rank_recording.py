@@ -107,37 +107,41 @@ class RankRecording:
         self._next_beat = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
-        self._has_stopped = False
+        self._has_stopped = self._is_over = False
         self._watch: Watch | None = None
         self._undo: list[Callable[[], object]] = []
         self._notes: deque[str] = deque()
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Record from now on; if that raises, nothing is recorded."""
         probe.active = self._recorder
-        self._recorder.source(SOURCE)
-        self._watch = Watch(self._note).begin()
-        error_notes.install(self._recorder)
-        hooks = self._steps.install(Patches("steps of optimizers are", self._note))
+        try:
+            self._recorder.source(SOURCE)
+            self._watch = Watch(self._note).begin()
+            error_notes.install(self._recorder)
+            hooks = self._steps.install(Patches("steps of optimizers are", self._note))
+        except Exception as error:
+            self.forget()
+            with suppress(OSError):
+                self._writer.stop(time.monotonic_ns(), repr(error))
+            self._writer.close()
+            raise
         self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in hooks)]
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
 
     def _note(self, sentence: str) -> None:
-        """Say a sentence, and let the recording have it too."""
+        """Say what is not seen any more, and let the recording have it too."""
         self._notes.append(sentence)  # one thread writes
+        self._steps.expect_no_forwards()
         self._complain(sentence)
 
     def end(self, reason: str = "") -> None:
         """Stop recording, and write the rest; ``reason`` says why the program ended, empty for success."""
-        if os.getpid() != self._pid:  # a forked process that ends as this one would
+        if self._is_over or os.getpid() != self._pid:  # a forked process that ends as this one would
             return
-        for undo in (*self._undo, self._steps.close, self.forget):
-            with suppress(Exception):  # the program ends as it would without
-                undo()
-        self._stop.set()
-        self._thread.join()
+        self._leave()
         try:
             if not self._has_stopped:
                 self._write()
@@ -146,6 +150,29 @@ class RankRecording:
         with suppress(OSError):
             self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason))
         self._writer.close()
+
+    def at_end(self, undo: Callable[[], object]) -> None:
+        """Call ``undo`` when the recording ends."""
+        self._undo.append(undo)
+
+    def discard(self) -> None:
+        """Stop recording, and delete what was written: this process is no rank."""
+        self._leave()
+        self._writer.close()
+        self._writer.delete()
+
+    def _leave(self) -> None:
+        self._is_over = True
+        for undo in (*self._undo, self._steps.close, self.forget):
+            with suppress(Exception):  # the program goes on as it would without
+                undo()
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no event of this process was recorded, and none of processes in its place."""
+        return not self._written and self._writer.exists
 
     def forget(self) -> None:
         """Announce nothing more to the recorder."""

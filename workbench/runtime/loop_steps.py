@@ -65,6 +65,10 @@ class LoopSteps:
             self._first_of_program = None
             self._recorder.give_up_step()
 
+    def expect_no_forwards(self) -> None:
+        """Begin each step at the end of the last one, until a forward is announced again."""
+        self._has_forwards = False
+
     @property
     def steps_of_program(self) -> int:
         """Number of steps that the program has ended."""

@@ -293,6 +293,16 @@ class RecordingWriter:
     def _has_enough_without_first(self) -> bool:
         return self._keep > 0 and 0 <= self._first_steps[1] <= self._newest_step - self._keep
 
+    @property
+    def exists(self) -> bool:
+        """Whether the recording was not deleted."""
+        return bool(self._files)
+
+    def delete(self) -> None:
+        """Delete all files of the rank."""
+        while self._files:
+            self._files.pop().unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:

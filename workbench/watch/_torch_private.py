@@ -164,6 +164,18 @@ def observe_calls(observer: CallObserver, changes: Patches) -> None:
     _observe_tensor_waits(observer.wait_for_tensor, changes)
 
 
+def at_first_group(patches: Patches, begin: Callable[[int, int], object]) -> None:
+    """Call ``begin`` with this process's rank and the number of ranks when it makes its first process group."""
+
+    def named(original: Callable[..., Any], group: dist.ProcessGroup, name: Any) -> None:  # noqa: ANN401 - a GroupName
+        original(group, name)
+        patches.undo()
+        begin(group.rank(), group.size())
+        group._set_group_name(name)  # again: whatever watches since then hooks a group when it gets its name
+
+    patches.wrap(dist.ProcessGroup, "_set_group_name", named)
+
+
 def _wrap_calls(observer: CallObserver, changes: Patches) -> None:
     """Report the calls that Python makes, where process groups have no hooks."""
     for method, row in _BY_METHOD.items():
