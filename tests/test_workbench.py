@@ -363,7 +363,8 @@ def test_do_takes_the_command_itself(trained):
             (
                 "mp is a dtype, with reduce= and output= if they differ, such as bf16 "
                 "or bf16,reduce=fp32,output=fp32; off means none, also for one of "
-                "them: reduce=off; the dtypes are bf16, fp16, fp32, fp64; got 'half'"
+                "them: reduce=off; the dtypes are bf16, fp16, fp32, fp64; keep=*.norm* leaves "
+                "the parameters of these names in their own dtype; got 'half'"
             ),
         ),
         (lambda wb: wb.unshard("model", speed=3), "unshard() has no argument 'speed'; the arguments are: model"),

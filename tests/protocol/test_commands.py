@@ -153,7 +153,7 @@ PREFETCH = "prefetch is the number of units gathered ahead: 1, 2, ..., or 0 for 
 MP = (
     "mp is a dtype, with reduce= and output= if they differ, such as bf16 or "
     "bf16,reduce=fp32,output=fp32; off means none, also for one of them: reduce=off; the dtypes are "
-    "bf16, fp16, fp32, fp64; got "
+    "bf16, fp16, fp32, fp64; keep=*.norm* leaves the parameters of these names in their own dtype; got "
 )
 NEAR_MONTH = ", ".join(nearest("month", EVENTS))
 KNOWN = "; known: shard, reshard, unshard, lint, step, run, verify, fault"

@@ -29,6 +29,7 @@ from workbench.protocol.policy import (
         ("bf16,reduce=fp32", PrecisionNames(param="bf16", reduce="fp32")),
         (" bf16 , output = fp32 , reduce=fp64 ", PrecisionNames(param="bf16", reduce="fp64", output="fp32")),
         ("reduce=fp32", PrecisionNames(reduce="fp32")),
+        ("bf16,keep=*.norm*|head.*", PrecisionNames(param="bf16", keep="*.norm*|head.*")),
     ],
 )
 def test_mixed_precision_is_read(text, expected):
@@ -48,9 +49,9 @@ def test_unnamed_dtypes_are_kept(text, expected):
     assert PrecisionNames(param="bf16", reduce="fp32", output="fp64").changed(text) == expected
 
 
-@given(*[st.sampled_from(["", *DTYPES])] * 3)
-def test_the_text_of_a_precision_parses_to_itself(param, reduce, output):
-    precision = PrecisionNames(param=param, reduce=reduce, output=output)
+@given(*[st.sampled_from(["", *DTYPES])] * 3, st.sampled_from(["", "*.norm*", "a|b.?"]))
+def test_the_text_of_a_precision_parses_to_itself(param, reduce, output, keep):
+    precision = PrecisionNames(param=param, reduce=reduce, output=output, keep=keep)
     assert PrecisionNames.parse(str(precision)) == precision
 
 

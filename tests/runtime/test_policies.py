@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
 from tests.helpers.pairwise import quick, quick_rows
 from workbench.engine import FSDPModule
+from workbench.errors import UsageError
 from workbench.events import Category, Kind
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.protocol.policy import mesh_words
@@ -32,6 +34,7 @@ POLICIES = {
     "few ranks after forward": {"reshard_after_forward": 2},
     "kept": {"reshard_after_forward": "false"},
     "mixed precision": {"mp": "bf16,reduce=fp32,output=fp32"},
+    "norms in their own dtype": {"mp": "bf16,reduce=fp32,keep=*.norm*|scale"},
     "copies, all in bfloat16": {"mesh": (2, 2), "mp": "bf16"},
     "offload": {"offload": True},
     "prefetch": {"prefetch": 2},
@@ -251,6 +254,41 @@ def policies_told():
         again, kept = Reshard(model="model", **reported), Reshard(model="model")
         found.append((model.policy, [shard_planning.plan(command, ns["world_size"]) for command in (again, kept)]))
     return found
+
+
+def kept_dtypes():
+    """Return the policy and the dtypes of compute after each command for a model whose norms keep their dtype."""
+    prepare()
+    commands = [
+        Shard(model="model", wrap=("Block",), mp="bf16,keep=*.norm*"),
+        *(Reshard(model="model", **changes) for changes in ({"mp": "fp16"}, {"mesh": (2, 1)}, {"mp": "off"})),
+    ]
+    found = []
+    for command in commands:
+        execute(command)
+        (model,) = shard_planning.models()
+        live = [unit for unit in trace_here().header.units if not unit.retired]
+        norms = {unit.compute_dtype for unit in live for param in unit.params if "norm" in param.fqn}
+        found.append((model.policy.mp, norms, {unit.compute_dtype for unit in live}))
+    with pytest.raises(UsageError, match=r"--mp keep=\*\.nrm\* matches no parameter"):
+        sharding.kept_dtypes(nn.Linear(1, 1), "bf16,keep=*.nrm*")
+    return found
+
+
+def test_parameters_keep_their_dtype_until_the_precision_is_off():
+    f32 = {"float32"}
+    assert (
+        run(2, kept_dtypes)
+        == [
+            [
+                ("bf16,keep=*.norm*", f32, {"bfloat16", "float32"}),
+                ("fp16,keep=*.norm*", f32, {"float16", "float32"}),
+                ("fp16,keep=*.norm*", f32, {"float16", "float32"}),
+                ("off", f32, f32),
+            ]
+        ]
+        * 2
+    )
 
 
 def test_the_policy_of_a_sharded_model_is_shown_as_reshard_options():

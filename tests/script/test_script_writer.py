@@ -124,7 +124,7 @@ def test_every_option_of_fully_shard():
             wrap=["Block"],
             mesh="2x2",
             reshard_after_forward="false",
-            mp="bf16,reduce=fp32,output=fp32",
+            mp="bf16,reduce=fp32,output=fp32,keep=*.norm*|head.*",
             offload=True,
             prefetch=2,
             ignore=["*.bias", "norm.*"],
@@ -134,7 +134,9 @@ def test_every_option_of_fully_shard():
         "mesh_2x2 = init_device_mesh(",
         "    (2, 2),",
         '    if fnmatch(path, "*.bias") or fnmatch(path, "norm.*")',
-        "precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        '    if fnmatch(path, "*.norm*") or fnmatch(path, "head.*")',
+        "precision = MixedPrecisionPolicy(",
+        "    param_dtype_override_fn=lambda param: param.dtype if id(param) in kept else None,",
         "    output_dtype=torch.float32,",
         "            reshard_after_forward=False,",
         "            offload_policy=CPUOffloadPolicy(),",
@@ -332,7 +334,8 @@ def test_every_command_of_ranks_has_code_or_leaves_no_trace():
 def test_the_writers_own_lines_are_formatted_and_pass_the_linter(engine, tmp_path):
     path = tmp_path / "train.py"
     net = CompletedCell(code="class Net:\n    pass\n\n\nmodel = Net()\n\n\ndef train_step():\n    pass")
-    options = {"wrap": ["Block"], "mesh": "2x2", "mp": "bf16,reduce=fp32,output=fp32", "prefetch": 2, "ignore": ["*.b"]}
+    options = {"wrap": ["Block"], "mesh": "2x2", "prefetch": 2, "ignore": ["*.b"]}
+    options["mp"] = "bf16,reduce=fp32,output=fp32,keep=*.norm*|head.*"
     entries = [net, shards(optimizers=1, **options), steps(), reshards(reshard_after_forward="false", optimizers=1)]
     if engine == "workbench":
         entries += [reshards(wrap=["Linear"], mp="bf16"), unshards(1)]

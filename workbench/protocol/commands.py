@@ -291,8 +291,8 @@ _POLICY = {
     ),
     "mp": Argument(
         about=f"dtypes of compute, reduction and output: {', '.join(DTYPES)}; {OFF}: none, reduce={OFF}: none for "
-        f"reduction",
-        metavar="DTYPE[,reduce=DTYPE][,output=DTYPE]",
+        f"reduction; keep=*.norm*: parameters that compute in their own dtype (shard only)",
+        metavar="DTYPE[,reduce=DTYPE][,output=DTYPE][,keep=GLOB]",
         completes=(*DTYPES, OFF),
     ),
     "offload": Argument(about="keep shards in host memory"),
@@ -515,6 +515,8 @@ class Reshard(_Sharding):
 
     def __post_init__(self) -> None:
         self._check(self.model)
+        if self.mp and PrecisionNames.parse(self.mp).keep:
+            raise ValueError(f"mp {self.mp!r}: keep= is for shard; {OFF} and then shard choose other parameters")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,17 +52,24 @@ HYBRID: tuple[Strategy, ...] = ("hybrid", "hybrid2")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionNames:
-    """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none.
+    """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none, and which parameters keep their own.
 
     Attributes:
         param: dtype of the all-gather and of forward and backward.
-        reduce: dtype in which gradients are reduced; none: ``param``.
+        reduce: dtype in which gradients are reduced; none: as the installed torch does.
         output: dtype to which the model's result is cast; none: no cast.
+        keep: globs, separated by ``|``, of the names of parameters that compute in their own dtype, not in ``param``.
     """
 
     param: str = ""
     reduce: str = ""
     output: str = ""
+    keep: str = ""
+
+    @property
+    def kept(self) -> list[str]:
+        """The globs of :attr:`keep`."""
+        return self.keep.split("|") if self.keep else []
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -89,23 +96,26 @@ class PrecisionNames:
             ValueError: ``text`` has another form.
         """
         if text == OFF:
-            return {"param": "", "reduce": "", "output": ""}
+            return {"param": "", "reduce": "", "output": "", "keep": ""}
         found: dict[str, str] = {}
         for place, part in enumerate(text.split(",") if isinstance(text, str) else [""]):
             name, has_name, dtype = part.strip().rpartition("=")
             name = name.strip() if has_name else ("param" if place == 0 else "")
-            if name not in ("param", "reduce", "output") or name in found or dtype.strip() not in {*DTYPES, OFF}:
+            is_valid = bool(dtype.strip()) if name == "keep" else dtype.strip() in {*DTYPES, OFF}
+            if name not in ("param", "reduce", "output", "keep") or name in found or not is_valid:
                 raise ValueError(
                     f"mp is a dtype, with reduce= and output= if they differ, such as bf16 or "
                     f"bf16,reduce=fp32,output=fp32; {OFF} means none, also for one of them: reduce={OFF}; the dtypes "
-                    f"are {', '.join(DTYPES)}; got {text!r}"
+                    f"are {', '.join(DTYPES)}; keep=*.norm* leaves the parameters of these names in their own dtype; "
+                    f"got {text!r}"
                 )
             found[name] = dtype.strip().replace(OFF, "")
         return found
 
     def __str__(self) -> str:
         """Return the text that :meth:`parse` reads as this."""
-        named = (f"{name}={dtype}" for name, dtype in (("reduce", self.reduce), ("output", self.output)) if dtype)
+        parts = (("reduce", self.reduce), ("output", self.output), ("keep", self.keep))
+        named = (f"{name}={value}" for name, value in parts if value)
         return ",".join(filter(None, (self.param, *named))) or OFF
 
 
@@ -277,6 +287,8 @@ def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) 
             f"mp {mp!r}: --api classic does not cast outputs: leave out output=, or cast in the model; output={OFF} "
             f"removes an earlier setting"
         )
+    if mp and PrecisionNames.parse(mp).keep:
+        raise ValueError(f"mp {mp!r}: one flat parameter has one dtype; keep= needs --api fully_shard")
     if prefetch is not None and prefetch > 1:
         raise ValueError(
             f"prefetch {prefetch}: --api classic gathers at most one unit ahead; give 1, for forward and backward, "

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from workbench.engine.classic.flat_places import FLAT_PARAM
 from workbench.engine.classic.unwrapping import check_in_one_group
 from workbench.engine.classic.wrapper import check_params
 from workbench.engine.classic.wrapper_state import KEEPS_AFTER_FORWARD
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
 from workbench.engine.managed_params import _get_managed_modules, _get_param_module_infos
@@ -30,7 +32,7 @@ from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
 from workbench.protocol.commands import Reshard, Shard
-from workbench.protocol.policy import CLASSIC, STRATEGIES
+from workbench.protocol.policy import CLASSIC, STRATEGIES, WORKBENCH, PrecisionNames
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
 from workbench.runtime import sharding, torch_sharding
 from workbench.runtime.model_summary import class_name, sizes_of
@@ -195,9 +197,7 @@ def _made(
     copies, size = _ranks(command, world_size)
     units: list[Unit] = []
     flats: list[list[tuple[str, nn.Parameter]]] = []
-    for module, parts in grouped:
-        if not parts:
-            continue
+    for module, parts, keeps in _by_precision(command, grouped):
         name = names[module]
         params = [replace(part.param, **_rows(torch.Size(part.param.shape), 0, size)) for part in parts]
         if command.api == CLASSIC:
@@ -205,7 +205,7 @@ def _made(
             check_params(flats[-1], use_orig_params=command.orig_params)
             flat = full_name(names, module, FLAT_PARAM)
             params = [_flat(flat, params, size, use_orig_params=command.orig_params)]
-        policy = _policy(command, getattr(torch, params[0].dtype), is_root=module is model)
+        policy = _policy(command, getattr(torch, params[0].dtype), is_root=module is model, keeps_dtype=keeps)
         units.append(
             Unit(
                 index=len(units),
@@ -222,6 +222,18 @@ def _made(
         for named in reversed(flats):  # the outermost first, as the engine requires
             check_in_one_group(named, optimizer)
     return tuple(units)
+
+
+def _by_precision(
+    command: Shard, grouped: Iterable[tuple[nn.Module, Sequence[_Part]]]
+) -> Iterator[tuple[nn.Module, Sequence[_Part], bool]]:
+    """Yield each unit's module, its parameters, at least one, and whether they keep their dtype."""
+    globs = PrecisionNames.parse(command.mp).kept if command.engine == WORKBENCH else []
+    for module, parts in grouped:
+        for keeps in (False, True):
+            own = [part for part in parts if any(fnmatch(part.param.fqn, glob) for glob in globs) == keeps]
+            if own:
+                yield module, own, keeps
 
 
 def _ranks(command: Shard, world_size: int) -> tuple[int, int]:
@@ -266,7 +278,9 @@ def _changed(command: Reshard, unit: Unit, now: MixedPrecisionPolicy, *, is_auto
     after_forward = command.reshard_after_forward or ("auto" if is_auto else unit.reshard_after_forward)
     policy: dict[str, Any] = {"reshard_after_forward": _after_forward(after_forward, is_root=is_root)}
     if command.mp:
-        policy |= _precision(sharding.changed_precision(now, command.mp), getattr(torch, unit.params[0].dtype))
+        in_own = DTensorParam.reduces_in_grad_dtype and not unit.params[0].parts
+        wanted = sharding.changed_precision(now, command.mp)
+        policy |= _precision(wanted, getattr(torch, unit.params[0].dtype), in_own=in_own)
     if command.offload is not None:
         policy["offload"] = command.offload
     params = tuple(replace(param, **_rows(torch.Size(param.shape), param.shard_dim, size)) for param in unit.params)
@@ -295,12 +309,16 @@ def _rows(shape: torch.Size, dim: int, size: int) -> dict[str, Any]:
     return {"rows_per_rank": tuple(last - first for first, last in bounds), "padded_rows": layout.padded_rows}
 
 
-def _policy(command: Shard, own: torch.dtype, *, is_root: bool) -> dict[str, Any]:
+def _policy(command: Shard, own: torch.dtype, *, is_root: bool, keeps_dtype: bool) -> dict[str, Any]:
     """Return the policy of a unit whose parameters have dtype ``own``, as fields of its description."""
     keeps = STRATEGIES.get(command.strategy, "") in {strategy.name for strategy in KEEPS_AFTER_FORWARD}
     precision = sharding.changed_precision(MixedPrecisionPolicy(), command.mp)
+    if keeps_dtype:
+        precision = replace(precision, param_dtype=None)
+    in_own = DTensorParam.reduces_in_grad_dtype and command.api != CLASSIC
     after_forward = _after_forward("false" if keeps else command.reshard_after_forward, is_root=is_root)
-    return {"reshard_after_forward": after_forward, "offload": command.offload, **_precision(precision, own)}
+    dtypes = _precision(precision, own, in_own=in_own)
+    return {"reshard_after_forward": after_forward, "offload": command.offload, **dtypes}
 
 
 def _after_forward(policy: str | int, *, is_root: bool) -> bool | int:
@@ -308,9 +326,10 @@ def _after_forward(policy: str | int, *, is_root: bool) -> bool | int:
     return words[policy] if isinstance(policy, str) else policy
 
 
-def _precision(wanted: MixedPrecisionPolicy, own: torch.dtype) -> dict[str, Any]:
+def _precision(wanted: MixedPrecisionPolicy, own: torch.dtype, *, in_own: bool) -> dict[str, Any]:
+    """Return the dtypes of a unit; ``in_own``: without ``reduce_dtype`` it reduces in the parameters' own."""
     compute = wanted.param_dtype if wanted.param_dtype is not None and own.is_floating_point else own
-    reduce = wanted.reduce_dtype or compute
+    reduce = wanted.reduce_dtype or (own if in_own else compute)
     return {
         **{"compute_dtype": _name(compute), "compute_itemsize": compute.itemsize},
         **{"reduce_dtype": _name(reduce), "reduce_itemsize": reduce.itemsize},

@@ -6,7 +6,7 @@ import fnmatch
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -89,7 +89,9 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
     mesh = rank.groups.mesh_of(command.mesh_shape)
     _make_groups(command, mesh)
     if command.engine == TORCH:
-        sharded = _shard_by_torch(command, rank, torch_sharding.Chosen(model, tuple(inner), tuple(ignored), mesh))
+        kept = kept_dtypes(model, command.mp)
+        of_torch = torch_sharding.Chosen(model, tuple(inner), tuple(ignored), mesh, kept)
+        sharded = _shard_by_torch(command, rank, of_torch)
     else:
         sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # a model that this one replaces is a reference cycle
@@ -114,7 +116,8 @@ def _shard(
     if command.api == CLASSIC:
         return _shard_classic(command, mesh, model, inner, ignored)
     policy = {"mesh": mesh, "ignored_params": ignored, **_policy(command)}
-    policy["mp_policy"] = changed_precision(MixedPrecisionPolicy(), command.mp)
+    kept = kept_dtypes(model, command.mp)
+    policy["mp_policy"] = replace(changed_precision(MixedPrecisionPolicy(), command.mp), param_dtype_override_fn=kept)
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
     _apply(model, inner, policy)
     mapping = {before.pop(name): param for name, param in model.named_parameters()}
@@ -189,7 +192,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             f"without the rest; unshard first: %fsdp unshard {command.model}"
         )
     inner = _modules_to_wrap(model, command.wrap)
-    ignored = _ignored(model, command.ignore)
+    ignored = _matching(model, command.ignore, "--ignore ")
     _check_fits(command, world_size)
     return model, inner, ignored
 
@@ -611,19 +614,51 @@ def _cast_at_root(root: FSDPState, state: FSDPState) -> MixedPrecisionPolicy:
 
 
 def _precision_words(policy: MixedPrecisionPolicy) -> str:
-    """Return the user notation of ``policy``; empty: one of its dtypes has none."""
+    """Return the user notation of ``policy``; empty: one of its dtypes, or its choice of parameters, has none."""
     words = {None: "", **{getattr(torch, name): word for word, name in DTYPES.items()}}
     dtypes = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype)
-    if not all(dtype in words for dtype in dtypes):
+    kept = policy.param_dtype_override_fn
+    if not (all(dtype in words for dtype in dtypes) and (kept is None or isinstance(kept, KeptDtypes))):
         return ""
     param, reduce, output = (words[dtype] for dtype in dtypes)
-    return str(PrecisionNames(param=param, reduce=reduce, output=output))
+    return str(PrecisionNames(param=param, reduce=reduce, output=output, keep=kept.globs if kept is not None else ""))
+
+
+@dataclass(frozen=True)
+class KeptDtypes:
+    """A ``param_dtype_override_fn``: parameters that compute in their own dtype.
+
+    Attributes:
+        globs: as in :attr:`PrecisionNames.keep`.
+        params: ids of the plain parameters, which live until they are sharded, when they are asked for.
+    """
+
+    globs: str
+    params: frozenset[int]
+
+    def __call__(self, param: nn.Parameter) -> torch.dtype | None:
+        """Return the dtype of a parameter that keeps it; None for another."""
+        return param.dtype if id(param) in self.params else None
+
+
+def kept_dtypes(model: nn.Module, mp: str) -> KeptDtypes | None:
+    """Return which parameters of a plain model keep their dtype under ``mp``; None if it names none.
+
+    Raises:
+        UsageError: a pattern matches none.
+    """
+    names = PrecisionNames.parse(mp)
+    if not names.keep:
+        return None
+    return KeptDtypes(names.keep, frozenset(map(id, _matching(model, names.kept, "--mp keep="))))
 
 
 def changed_precision(now: MixedPrecisionPolicy, mp: str) -> MixedPrecisionPolicy:
     """Return ``now`` with the dtypes that ``mp`` names replaced."""
-    named = PrecisionNames.named(mp).items()
-    given: dict[str, Any] = {f"{what}_dtype": getattr(torch, DTYPES[name]) if name else None for what, name in named}
+    named = PrecisionNames.named(mp)
+    kept = {"param_dtype_override_fn": None} if named.pop("keep", None) == "" else {}
+    dtypes = {f"{what}_dtype": getattr(torch, DTYPES[name]) if name else None for what, name in named.items()}
+    given: dict[str, Any] = {**dtypes, **kept}
     return replace(now, **given)
 
 
@@ -772,8 +807,8 @@ def repeated_class(model: nn.Module) -> set[str]:
     return {class_name(best[0])} if best is not None else set()
 
 
-def _ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
-    """Return the parameters whose names match a glob pattern.
+def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[nn.Parameter]:
+    """Return the parameters whose names match a glob pattern of ``option``.
 
     Raises:
         UsageError: a pattern matches none.
@@ -782,5 +817,5 @@ def _ignored(model: nn.Module, patterns: Sequence[str]) -> list[nn.Parameter]:
     matches = {pattern: fnmatch.filter(params, pattern) for pattern in patterns}
     for pattern, names in matches.items():
         if not names:
-            raise UsageError(f"--ignore {pattern} matches no parameter; parameters: {', '.join(params)}")
+            raise UsageError(f"{option}{pattern} matches no parameter; parameters: {', '.join(params)}")
     return [params[name] for names in matches.values() for name in names]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
 from workbench.engine.backends import backend_of
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
@@ -47,12 +48,14 @@ class Chosen:
         inner: modules in it that become units, innermost first.
         ignored: parameters that stay whole.
         mesh: the mesh over which it is sharded.
+        kept: the policy's ``param_dtype_override_fn``.
     """
 
     model: nn.Module
     inner: tuple[nn.Module, ...]
     ignored: tuple[nn.Parameter, ...]
     mesh: DeviceMesh
+    kept: Callable[[nn.Parameter], torch.dtype | None] | None = None
 
     @property
     def ignored_names(self) -> set[str]:
@@ -90,6 +93,11 @@ def shard(
             f"{split[0]!r} of {command.model!r} is split by tensor parallelism, and the mesh of a command holds all "
             "ranks: call torch's fully_shard in a %%fsdp cell, with the mesh of the data-parallel dimension"
         )
+    if chosen.kept is not None and not DTensorParam.reduces_in_grad_dtype:
+        raise UsageError(
+            f"--mp {command.mp}: fully_shard of torch {torch.__version__} has no dtypes of single parameters, that of "
+            "2.15 has: leave out keep=, or --engine torch"
+        )
     if command.api == CLASSIC and command.offload and backend_of(device).is_host:
         raise UsageError(
             "torch's FullyShardedDataParallel offloads only from an accelerator: leave out --offload, with which "
@@ -106,13 +114,14 @@ def _fully_shard(command: Shard, chosen: Chosen, device: torch.device, optimizer
     before = dict(model.named_parameters())
     dtypes = PrecisionNames.parse(command.mp)
     param, reduce, output = map(dtype_of, (dtypes.param, dtypes.reduce, dtypes.output))
+    kept: Any = {} if chosen.kept is None else {"param_dtype_override_fn": chosen.kept}
     after_forward = command.reshard_after_forward
     for module in (*chosen.inner, model):
         fully_shard(
             module,
             mesh=chosen.mesh,
             reshard_after_forward=_RESHARD.get(after_forward, after_forward),  # type: ignore[arg-type]
-            mp_policy=MixedPrecisionPolicy(param, reduce, output if module is model else None),
+            mp_policy=MixedPrecisionPolicy(param, reduce, output if module is model else None, **kept),
             # pages are pinned for an accelerator
             offload_policy=CPUOffloadPolicy(pin_memory=not backend_of(device).is_host)
             if command.offload

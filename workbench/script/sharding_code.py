@@ -168,11 +168,13 @@ class ShardingCode:
     ) -> list[str]:
         name, model, fully_shard = self._names.own, expression(command.model), self._names.imported("fully_shard")
         precision = PrecisionNames.parse(command.mp)
-        lines, of_inner = self._precision("precision", replace(precision, output=""))
+        chosen, kept = self._kept(model, precision)
+        lines, of_inner = self._precision("precision", replace(precision, output=""), kept)
         of_root = of_inner
         if precision.output:  # only the model casts its output
-            cast, of_root = self._precision("root_precision", precision)
+            cast, of_root = self._precision("root_precision", precision, kept)
             lines = [*(lines if classes else []), *cast]
+        lines = [*chosen, *lines]
         same = [f"mesh={mesh}", *(f"{key}={value}" for key, value in self._policy(command).items())]
         same += [f"ignored_params={ignored}"] if ignored else []
         if has_optimizers:
@@ -284,7 +286,7 @@ class ShardingCode:
         names, model = self._names, expression(command.model)
         arguments = [model]
         lines: list[str] = []
-        precision = PrecisionNames.named(command.mp) if command.mp else {}
+        precision = self._named(command)
         if command.wrap:
             condition = _is_one(f"{self._helper('class_name', _CLASS_NAME, 'FSDPModule')}(module)", command.wrap)
             arguments.append(f"wrap=lambda module: {condition}")
@@ -303,9 +305,20 @@ class ShardingCode:
             lines += self._prefetch(model, ahead)
         return lines
 
+    def _named(self, command: Reshard) -> dict[str, str]:
+        """Return the parts of the precision that a command changes; ``keep`` only if parameters kept their dtype."""
+        named = PrecisionNames.named(command.mp) if command.mp else {}
+        before = self._known.get(command.model)
+        if before is None or not PrecisionNames.parse(before.mp).keep:
+            named.pop("keep", None)
+        return named
+
     def _changed_precision(self, precision: dict[str, str], model: str, *, wraps: bool, is_known: bool) -> str:
         """Return the argument that changes the precision of units; empty: none. Only the model casts its output."""
-        changed = [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in precision.items() if what != "output"]
+        changed = [
+            f"{what}_dtype={self._dtype(dtype)}" for what, dtype in precision.items() if what not in {"output", "keep"}
+        ]
+        changed += ["param_dtype_override_fn=None"] if "keep" in precision else []
         if "output" in precision:
             cast = self._dtype(precision["output"])
             changed.append(
@@ -325,11 +338,11 @@ class ShardingCode:
         unit = expression(command.model)
         arguments = [unit, *(f"{key}={value}" for key, value in self._policy(command).items())]
         if command.mp:
-            precision = PrecisionNames.named(command.mp).items()
+            precision = self._named(command)
             now = f"{self._names.imported('fully_shard')}.state({unit}).mp_policy"
-            changed = [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in precision]
+            changed = [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in precision.items() if what != "keep"]
             arguments.append(f"mp_policy={self._names.imported('replace')}({now}, {', '.join(changed)})")
-            self._casts_output |= any(what == "output" and dtype for what, dtype in precision)
+            self._casts_output |= bool(precision.get("output"))
         return call(self._names.imported("reshard_unit"), arguments)
 
     def _torch_reshard(self, command: Reshard, *, is_whole: bool) -> list[str]:
@@ -403,16 +416,35 @@ class ShardingCode:
             found["offload_policy"] = f"{self._names.imported(policy)}({unpinned})"
         return found
 
-    def _precision(self, variable: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:
+    def _kept(self, model: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:
+        """Return the lines that choose the parameters that keep their dtype, and the argument for a policy."""
+        if not precision.keep:
+            return [], []
+        name, path, param = (self._names.own(each) for each in ("kept", "path", "param"))
+        matches = " or ".join(f'{self._names.imported("fnmatch")}({path}, "{glob}")' for glob in precision.kept)
+        lines = [
+            f"{name} = {{  # ids: the parameters themselves would stay in memory",
+            f"    id({param})",
+            f"    for {path}, {param} in {model}.named_parameters()",
+            f"    if {matches}",
+            "}",
+        ]
+        return lines, [f"param_dtype_override_fn=lambda param: param.dtype if id(param) in {name} else None"]
+
+    def _precision(self, variable: str, precision: PrecisionNames, kept: Sequence[str]) -> tuple[list[str], list[str]]:
         """Return the lines that make a policy, and the argument that it is; nothing for none."""
         if precision == PrecisionNames():
             return [], []
         variable = self._names.own(variable)
-        lines = call(self._names.imported("MixedPrecisionPolicy"), self._dtypes(precision), before=f"{variable} = ")
+        lines = call(
+            self._names.imported("MixedPrecisionPolicy"), [*self._dtypes(precision), *kept], before=f"{variable} = "
+        )
         return lines, [f"mp_policy={variable}"]
 
     def _dtypes(self, precision: PrecisionNames) -> list[str]:
-        return [f"{what}_dtype={self._dtype(dtype)}" for what, dtype in vars(precision).items() if dtype]
+        return [
+            f"{what}_dtype={self._dtype(dtype)}" for what, dtype in vars(precision).items() if dtype and what != "keep"
+        ]
 
     def _dtype(self, name: str) -> str:
         return f"{self._names.imported('torch')}.{DTYPES[name]}" if name else "None"
