@@ -23,17 +23,17 @@ OTHER_TORCH := 2.13.0 2.14.1# the others that are tested, the oldest first
 # What depends on torch's version, for the other two: what the engine takes from torch's inside; its numbers, names and
 # choices beside those of torch's own FSDP; what gives modules, tensors and groups of ours to another part of torch; ranks
 # that abort their groups. What only our code decides runs with one torch, as do cross products and many examples.
-INSIDE := torch_private imports process_groups cancellable_waits
+INSIDE := torch_private imports process_groups cancellable_waits pipelining
 BESIDE := parity against_torch same_script names gradients roots unused_params mixed_precision
-# with the newest alone, as it is the one that changes:
+# with the oldest alone: it differs most from the default, with which all tests run
 OTHER_PARTS := first_iteration inner_losses call checkpoint checkpointing state_dict optimizers meta_init mesh_dims \
-  tensor_parallel pipelining software
+  tensor_parallel manual_finalization param_dtypes software
 CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state torch_checkpoint
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
   $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/watch
-NEWEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py tests/runtime/test_verified_wrappers.py
-TESTS_OF = $(OTHER_TESTS) $(if $(filter $(lastword $(OTHER_TORCH)),$*),$(NEWEST_TESTS))
+OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py tests/runtime/test_verified_wrappers.py
+TESTS_OF = $(OTHER_TESTS) $(if $(filter $(firstword $(OTHER_TORCH)),$*),$(OLDEST_TESTS))
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
 FEW := not browser and (not parity or 2-None)# nothing in a browser, and the engine once

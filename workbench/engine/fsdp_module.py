@@ -86,7 +86,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module's own unit."""
+        """Free the full parameters of this module's own unit; call it before you write to parameters by hand."""
         for unit in _own_units(self):
             unit.reshard()
 
