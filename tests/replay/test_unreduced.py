@@ -1,10 +1,12 @@
 """Units without a reduction in a step whose optimizer stepped while full gradients were left."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from tests.helpers.trace_strategies import Setup, simulate
-from workbench.events import Category, Edge, Kind, unit_words
+from workbench.events import TORCH_DDP, Category, Edge, Kind, unit_words
 from workbench.replay.unreduced import unreduced_units
 from workbench.reports.explanations import explain
 from workbench.trace.columns import RankTrace, Trace
@@ -51,6 +53,15 @@ def test_a_unit_is_named_with_its_ranks(trace, ranks):
 def test_without_gradients_that_are_left_nothing_is_wrong(trace):
     """As of a unit whose parameters are frozen."""
     assert unreduced_units(without(trace, last_unit(trace), keeps_grads=False), STEP) == {}
+
+
+def test_a_model_of_data_parallel_and_gradients_of_other_units_are_not_judged(trace):
+    """Of an earlier model gradients are left, and the reductions of the newest are invisible."""
+    unit = last_unit(trace)
+    earlier = without(without(trace, unit), unit - 1, keeps_grads=False)
+    assert unreduced_units(earlier, STEP) == {unit: (0, 1)}
+    units = tuple(replace(each, engine=TORCH_DDP if each.index == unit else "") for each in trace.header.units)
+    assert unreduced_units(Trace(replace(trace.header, units=units), earlier.ranks), STEP) == {}
 
 
 def test_without_a_step_of_an_optimizer_nothing_is_wrong(trace):
