@@ -322,6 +322,7 @@ def still_on_meta(ns, engine):
 def in_no_unit(ns, engine):
     model = make_net(dim=16)
     prepared(ns, blockwise(model, engine.fully_shard, ignored_params={model.scale}))
+    stepped(ns)
 
 
 @with_each_engine
@@ -446,6 +447,239 @@ def clean_two_optimizers(ns, engine):
     ns["opts"] = {"a": torch.optim.SGD(params[:3], lr=0.1), "b": torch.optim.SGD(params[3:], lr=0.1)}
 
 
+def stepped(ns, count=1, sync=None, **options):
+    """Take optimizer steps of the model; ``sync``: whether gradients are reduced."""
+    for _ in range(count):
+        if sync is not None:
+            ns["model"].set_requires_gradient_sync(sync)
+        ns["loss"](ns["model"], ns["tokens"]).backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad(**options)
+
+
+@with_each_engine
+def sync_left_off(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard))
+    stepped(ns)
+    stepped(ns, 2, sync=False)
+
+
+@case
+def sync_left_off_in_ddp(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    with ns["model"].no_sync():
+        stepped(ns)
+
+
+@with_each_engine
+def clean_sync_off_before_the_step(ns, engine):
+    """The flag is off whenever one looks, and gradients of the run's last micro-batch are left."""
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard))
+    for is_last in (False, True, False):
+        ns["model"].set_requires_gradient_sync(is_last)
+        loss_of(ns["model"], ns["tokens"]).backward()
+        if is_last:
+            ns["model"].set_requires_gradient_sync(False)
+            ns["opt"].step()
+            ns["opt"].zero_grad()
+
+
+@case
+def clean_ddp_accumulation(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    with ns["model"].no_sync():
+        loss_of(ns["model"], ns["tokens"]).backward()
+    loss_of(ns["model"], ns["tokens"]).backward()
+    with torch.no_grad(), ns["model"].no_sync():
+        loss_of(ns["model"], ns["tokens"])
+    ns["opt"].step()
+
+
+@with_each_engine
+def kept_by_zero_grad(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard))
+    stepped(ns)
+    ns["model"].set_requires_gradient_sync(False)
+    loss_of(ns["model"], ns["tokens"]).backward()
+    ns["model"].zero_grad()
+    stepped(ns, sync=True)
+
+
+def fed(ns, sampler, epochs=3, **options):
+    """Train the model for some epochs, with an evaluation after each that draws the same order."""
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["loader"] = DataLoader(rows(), batch_size=2, sampler=sampler, **options)
+    ns["evaluated"] = DataLoader(rows(), batch_size=4, sampler=DistributedSampler(rows()))
+    for epoch in range(epochs):
+        yield epoch
+        for _ in ns["loader"]:
+            stepped(ns)
+        for _ in ns["evaluated"]:
+            pass
+
+
+@case
+def no_set_epoch(ns):
+    list(fed(ns, DistributedSampler(rows())))
+
+
+@case
+def clean_set_epoch(ns):
+    sampler = DistributedSampler(rows())
+    next(iter(sampler))
+    for epoch in fed(ns, sampler):
+        sampler.set_epoch(epoch)
+
+
+@case
+def clean_unshuffled(ns):
+    list(fed(ns, DistributedSampler(rows(), shuffle=False)))
+
+
+@case
+def sampler_seeds_differ(ns):
+    list(fed(ns, DistributedSampler(rows(), seed=ns["rank"]), epochs=1))
+
+
+@case
+def same_rank_of_samplers(ns):
+    list(fed(ns, DistributedSampler(rows(), num_replicas=4, rank=0), epochs=1))
+
+
+class Dropping(Net):
+    def __init__(self, dim=16):
+        super().__init__(dim=dim)
+        self.drop = nn.Dropout(0.1)
+
+
+def seeded_by_rank(ns, states):
+    torch.manual_seed(0)
+    prepared(ns, blockwise(Dropping(), ours.fully_shard))
+    ns["states"] = states
+    torch.manual_seed(ns["rank"])
+    torch.set_rng_state(states[ns["rank"]])
+
+
+@case
+def same_random_numbers(ns):
+    seeded_by_rank(ns, [torch.Generator().manual_seed(7).get_state()] * 4)
+
+
+@case
+def clean_random_numbers_by_rank(ns):
+    seeded_by_rank(ns, [torch.Generator().manual_seed(7 + rank).get_state() for rank in range(4)])
+
+
+@case
+def clean_random_numbers_equal_before(ns):
+    torch.manual_seed(0)
+    prepared(ns, blockwise(Dropping(), ours.fully_shard))
+    torch.set_rng_state(torch.get_rng_state())
+
+
+def scheduled(ns, last_epoch):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["schedule"] = torch.optim.lr_scheduler.StepLR(ns["opt"], 10)
+    ns["schedule"].load_state_dict({"last_epoch": last_epoch})
+
+
+@case
+def optimizer_not_resumed(ns):
+    scheduled(ns, 30)
+    stepped(ns)
+
+
+@case
+def not_resumed_before_the_first_step(ns):
+    scheduled(ns, 30)
+
+
+@case
+def not_resumed_by_step(ns):
+    checkpoint = io.BytesIO()
+    torch.save({"model": {}, "step": 40}, checkpoint)
+    checkpoint.seek(0)
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["start_step"] = torch.load(checkpoint)["step"]
+    stepped(ns)
+
+
+@case
+def clean_resumed(ns):
+    scheduled(ns, 0)
+    stepped(ns)
+    saved = ns["opt"].state_dict()
+    ns["opt"] = adamw(ns["model"])
+    ns["opt"].load_state_dict(saved)
+    ns["schedule"] = torch.optim.lr_scheduler.StepLR(ns["opt"], 10)
+    ns["schedule"].load_state_dict({"last_epoch": 30})
+    stepped(ns)
+
+
+@case
+def clean_new_optimizer_of_old_parameters(ns):
+    """A checkpoint of a training, from which another one begins."""
+    not_resumed_by_step(ns)
+    del ns["start_step"]
+    ns["max_step"], ns["step"], ns["opt"] = 40, 1, adamw(ns["model"])
+    stepped(ns)
+
+
+@case
+def clean_optimizer_without_state(ns):
+    scheduled(ns, 30)
+    ns["opt"] = torch.optim.SGD(ns["model"].parameters(), lr=0.1)
+    ns["schedule"] = torch.optim.lr_scheduler.StepLR(ns["opt"], 10)
+    ns["schedule"].load_state_dict({"last_epoch": 30})
+    stepped(ns)
+
+
+@with_each_engine
+def tie_lost(ns, engine):
+    with torch.device("meta"):
+        model = make_net(dim=16, tied=True)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    prepared(ns, blockwise(model, engine.fully_shard))
+
+
+@with_each_engine
+def tied_in_two_units_and_trained(ns, engine):
+    tied_in_two_units(ns, engine)
+    stepped(ns, 2)
+
+
+@with_each_engine
+def parameters_replaced(ns, engine):
+    model = blockwise(make_net(dim=16), engine.fully_shard)
+    prepared(ns, model)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    stepped(ns)
+
+
+@case
+def head_replaced(ns):
+    net = make_net(dim=16)
+    ns["opt"] = adamw(net)
+    torch.manual_seed(0)
+    net.head = nn.Linear(16, net.head.out_features)
+    ns["model"] = DistributedDataParallel(net)
+
+
+@with_each_engine
+def state_left_behind(ns, engine):
+    model = make_net(dim=16)
+    prepared(ns, model)
+    ns["tokens"] = batch(0, 0)
+    stepped(ns)
+    blockwise(model, engine.fully_shard)
+    ns["opt"].param_groups[0]["params"] = list(model.parameters())
+    stepped(ns)
+
+
 @case
 def hook_never_called(ns):
     prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
@@ -493,6 +727,34 @@ def clean_with_an_optimizer_of_its_own(ns):
     ns["opt"] = KeepsMaster(ns["model"].parameters())
 
 
+class Outer(nn.Module):
+    """A model whose parts have methods."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Encoder(dim=16)
+        self.blocks = self.net.blocks
+
+    def features(self, tokens):
+        return self.net.encode(tokens)
+
+    def init_weights(self):
+        nn.init.normal_(self.net.embed.weight)
+        for part in (self.net.head, self.net.embed):
+            part.weight.data.mul_(1.0)
+
+    def get_embeddings(self):
+        return self.net.embed
+
+    def gathered(self, tokens):
+        self.unshard()
+        return self.net.embed(tokens)
+
+    def forward(self, tokens):
+        return self.net(tokens)
+
+
 class Encoder(Net):
     def encode(self, tokens):
         return self._hidden(tokens) * 2
@@ -534,6 +796,32 @@ def method_without_hooks(ns, engine):
     torch.manual_seed(0)
     prepared(ns, blockwise(Encoder(dim=16), engine.fully_shard))
     defined(ns, CALLS.format("encode", "tokens"))
+
+
+@with_each_engine
+def method_of_a_part(ns, engine):
+    prepared(ns, blockwise(Outer(), engine.fully_shard))
+    defined(ns, CALLS.format("features", "tokens"))
+
+
+@case
+def call_of_a_part(ns):
+    prepared(ns, blockwise(Outer(), ours.fully_shard))
+    defined(ns, "def train_step(self, tokens):\n    return self.model.net.embed(tokens)")
+
+
+@case
+def clean_methods_of_parts(ns):
+    prepared(ns, blockwise(Outer(), ours.fully_shard))
+    for method in ("init_weights", "get_embeddings", "gathered", "net.num_params"):
+        defined(ns, CALLS.format(method, "tokens").replace("train_step", f"call_{method.replace('.', '_')}"))
+    defined(ns, "def counted():\n    return sum(p.numel() for p in model.net.embed.parameters()), id(model.net.embed)")
+
+
+@case
+def clean_calls_while_unsharded(ns):
+    call_of_a_part(ns)
+    defined(ns, "def begin():\n    model.unshard()")
 
 
 @case
@@ -726,6 +1014,7 @@ def _on_this_rank(suffix):
     replies, trained = {}, {}
     runtime = rank_module._this_rank()
     for name in [each for each in TRAINED if each.endswith(suffix)] if suffix else CASES:
+        runtime.history.forget()
         try:
             with warnings.catch_warnings():  # of libraries, and of wrappers on what lint names too
                 warnings.simplefilter("ignore")

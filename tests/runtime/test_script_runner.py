@@ -104,6 +104,40 @@ def test_models_and_optimizers_of_a_function_that_trains_stay_until_the_next_run
         assert not is_left
 
 
+IN_TRAINER = """
+import torch
+from torch import nn
+
+
+class Trainer:
+    def __init__(self, width):
+        self.net = nn.Linear(2, width)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self._hidden = nn.Linear(1, 1)
+
+    def fit(self):
+        for _ in range(2):
+            self.net(torch.ones(1, 2)).sum().backward()
+            self.optimizer.step()
+
+
+first, second = Trainer(1), Trainer(3)
+first.fit()
+second.fit()
+"""
+
+
+def kept_of_trainers(path):
+    ran(path)
+    ns = namespace()
+    return ns["net"] is ns["second"].net, ns["optimizer"] is ns["second"].optimizer, "_hidden" in ns
+
+
+def test_models_and_optimizers_of_a_trainer_stay_those_of_the_newest_optimizer(tmp_path):
+    for found in run(2, kept_of_trainers, written(tmp_path, IN_TRAINER)):
+        assert found == (True, True, False)
+
+
 def groups_of_a_script(path):
     groups = set(named_groups())
     found = []

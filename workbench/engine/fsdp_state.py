@@ -881,6 +881,11 @@ def missed_grads() -> list[str]:
     return [u.in_model(u.name) for root in tuple(roots) for u in units_of(root.tree) if u.has_missed_grads]
 
 
+def unreduced_units() -> list[int]:
+    """Return the indices of all models' units with full gradients that wait for a reduction, outside a backward."""
+    return [u.index for root in tuple(roots) for u in units_of(root.tree) if u.has_unreduced_grads]
+
+
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
     """Reshard units whose parameters the optimizer stepped: their full parameters are stale."""
     stepped: set[int] = set()

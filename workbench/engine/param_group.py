@@ -651,6 +651,11 @@ class FSDPParamGroup:
         return self._reducer.kept is not None
 
     @property
+    def has_unreduced_grads(self) -> bool:
+        """True if full gradients were left after the last post-backward, such as those of a micro-batch."""
+        return self._grad_bytes > 0
+
+    @property
     def has_missed_grads(self) -> bool:
         """True if reduction is enabled and autograd made full gradients after the last post-backward."""
         return self.sync.reduce_grads and sum(p.grad_bytes() for p in self.fsdp_params) > self._grad_bytes

@@ -49,6 +49,7 @@ def _joined(found: Iterable[tuple[int, Fault]], num_ranks: int) -> Iterator[Faul
 def _compared(by_rank: Sequence[LintReply]) -> Iterator[Fault]:
     """Yield a fault for each comparison that fails, with the names and ranks for which it does."""
     digests: dict[tuple[str, str], dict[str, dict[int, list[int]]]] = {}
+    before: dict[str, dict[int, int]] = {}
     first: dict[tuple[str, str], RankComparison] = {}
     for rank, reply in enumerate(by_rank):
         for each in reply.comparisons:
@@ -56,16 +57,25 @@ def _compared(by_rank: Sequence[LintReply]) -> Iterator[Fault]:
             first.setdefault(key, each)
             for name, digest in each.digests.items():
                 digests.setdefault(key, {}).setdefault(name, {}).setdefault(digest, []).append(rank)
+            for name, digest in each.before.items():
+                before.setdefault(name, {})[rank] = digest
     for key, names in digests.items():
-        failed = {name: ranks for name, ranks in names.items() if _fails(ranks, wants_equal=first[key].wants_equal)}
+        failed = {
+            name: ranks
+            for name, ranks in names.items()
+            if _fails(ranks, before.get(name, {}), wants_equal=first[key].wants_equal)
+        }
         if failed:
             evidence = [f"{name}: {_alike(ranks)}" for name, ranks in failed.items()]
             more = [f"and {len(evidence) - _SHOWN} more"] if len(evidence) > _SHOWN else []
             yield replace(first[key].fault.about(list(failed)), evidence=(*evidence[:_SHOWN], *more))
 
 
-def _fails(ranks: Mapping[int, Sequence[int]], *, wants_equal: bool) -> bool:
-    return len(ranks) > 1 if wants_equal else any(len(own) > 1 for own in ranks.values())
+def _fails(ranks: Mapping[int, Sequence[int]], before: Mapping[int, int], *, wants_equal: bool) -> bool:
+    """Return whether digests, each with its ranks, are wrong, given the earlier digest of each rank if it counts."""
+    if wants_equal:
+        return len(ranks) > 1
+    return any(len({before.get(rank, rank) for rank in own}) > 1 for own in ranks.values())
 
 
 def _alike(ranks: Mapping[int, Sequence[int]]) -> str:

@@ -11,9 +11,11 @@ from workbench.events import Unit
 from workbench.protocol.commands import Command, Shard, registered
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.runtime.distributed import ProcessGroups
+from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.trainer import Trainer
+from workbench.runtime.training_history import TrainingHistory
 from workbench.watch import Watch
 
 
@@ -45,6 +47,8 @@ class RankContext(Protocol):
     trainer: Trainer
     scripts: ScriptRunner
     watch: Watch
+    emptied: EmptiedTensors
+    history: TrainingHistory
     fault: ActiveFault | None
     faulty_steps: set[int]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,22 +13,38 @@ from workbench.engine.full_param import local_tensor
 _MADE = "_workbench_made_by_to_empty"
 """Attribute of a tensor: its version and digest then. A weak reference would keep torch from swapping the tensor."""
 
+Place = tuple["weakref.ref[nn.Module]", str]
+"""A module, and the name of a parameter in it."""
+
 _ABSURD = 1e30
 """A value beyond this, or below its inverse and not 0, is no parameter: a pointer read as a number, for example."""
 
 
+def at(place: Place) -> object:
+    """Return what is at a place; None if there is nothing."""
+    return getattr(place[0](), place[1], None)
+
+
 class EmptiedTensors:
-    """Marks each tensor that ``nn.Module.to_empty`` makes with its version and bytes, while it is installed."""
+    """Marks each tensor that ``nn.Module.to_empty`` makes with its version and bytes, while it is installed.
+
+    Attributes:
+        ties: places of parameters that were one before ``to_empty``, and several after it.
+    """
 
     def __init__(self) -> None:
         self._original = nn.Module.to_empty
+        self.ties: list[tuple[Place, ...]] = []
 
     def install(self) -> EmptiedTensors:
         """Mark tensors from now on."""
         original = self._original = nn.Module.to_empty
 
         def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - as the original
+            tied = _tied(module)
             result = original(module, *args, **kwargs)
+            self.ties = [tie for tie in self.ties if all(owner() for owner, _ in tie)]
+            self.ties += [tie for tie in tied if len({id(at(place)) for place in tie}) > 1]
             for tensor in (*module.parameters(), *module.buffers()):
                 self.mark(tensor)
             return result
@@ -55,6 +72,15 @@ class EmptiedTensors:
         made = getattr(tensor, _MADE, None)
         is_same = made is not None and made == (tensor._version, digest(tensor))
         return is_same and _is_raw(local_tensor(tensor).detach(), is_vector=tensor.ndim < 2, of_param=_is_param(tensor))
+
+
+def _tied(module: nn.Module) -> list[tuple[Place, ...]]:
+    """Return the places of each parameter that a module has at several."""
+    places: dict[nn.Parameter, list[Place]] = {}
+    for owner in module.modules():
+        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(param, []).append((weakref.ref(owner), name))
+    return [tuple(found) for found in places.values() if len(found) > 1]
 
 
 def _is_param(tensor: torch.Tensor) -> bool:

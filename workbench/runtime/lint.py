@@ -12,17 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from workbench.engine.event_source import SOURCE
-from workbench.engine.fsdp_state import states_below, units_of
+from workbench.engine.fsdp_state import states_below, units_of, unreduced_units
 from workbench.errors import UsageError
 from workbench.fault import Fault
 from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.runtime.command_handlers import RankContext, does
-from workbench.runtime.lint_rules import rules
+from workbench.runtime.lint_rules import copied_places, keeps_gradients, rules
 from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUnit
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import find_module, module_names, variables
-from workbench.watch import is_sharded_by_torch
+from workbench.runtime.recorder import Recorder
+from workbench.runtime.training_history import TrainingHistory
+from workbench.watch import Watch, is_sharded_by_torch
 
 
 @does(Lint)
@@ -94,9 +96,35 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         optimizers=dict(_optimizers(found)),
         variables=found,
         programs=(*rank.scripts.programs, *_functions(found)),
+        history=rank.history,
+        ties=rank.emptied.ties,
         rank=rank.groups.rank,
         world_size=rank.groups.world_size,
         local_world_size=rank.groups.local_world_size,
+    )
+
+
+def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
+    """Return the history of the training of this rank, which is not noted before it is installed."""
+
+    def known() -> list[LintUnit]:
+        units = (unit for unit in recorder.header.units if unit.in_use)
+        return [LintUnit(info=unit, tensors=recorder.tensors(unit.index)) for unit in units]
+
+    def held(index: int, ids: set[int]) -> bool:
+        tensors = recorder.tensors(index).values()
+        placed = (getattr(owner, name, None) for each in tensors for owner, name in each.places)
+        return any(id(each) in ids for each in (*(each.shard for each in tensors), *placed))
+
+    def survives(index: int) -> bool:
+        return any(each.info.index == index and keeps_gradients(each.info) for each in known())
+
+    return TrainingHistory(
+        unreduced=lambda: (*unreduced_units(), *watch.unreduced()),
+        held=held,
+        survives=survives,
+        copies=lambda: copied_places(known()),
+        is_aside=lambda: recorder.is_aside,
     )
 
 

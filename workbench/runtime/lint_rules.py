@@ -7,29 +7,33 @@ they compare a unit with its model, not with a number of bytes, so that a small 
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
+import functools
 import inspect
 import math
+import sys
 import textwrap
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
 from workbench.engine import FSDPModule
 from workbench.engine.full_param import local_tensor
-from workbench.events import Param, ParamTensors, unit_words
-from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
+from workbench.events import TORCH_FULLY_SHARD, Param, ParamTensors, Unit, unit_words
+from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed, plural
 from workbench.protocol.lint_reply import RankComparison
-from workbench.runtime.emptied_tensors import EmptiedTensors, digest
+from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
     RULES,
     Abstains,
@@ -54,6 +58,8 @@ SMALL_NBYTES = 128 << 10
 LARGE_NBYTES = 64 << 20
 """Bytes from which half a model in one unit is worth splitting even where no class repeats."""
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 _16_BIT = ("bfloat16", "float16")
 
 
@@ -76,7 +82,57 @@ def optimizer_before_shard(target: LintTarget) -> Iterator[Finding]:
     It holds parameters of no module among the variables, all with the shapes of trained parameters of the model that
     no optimizer holds.
     """
-    everywhere = {id(p) for v in target.variables.values() if isinstance(v, nn.Module) for p in v.parameters()}
+    for name, optimizer, stale, free in _stale(target):
+        if not _are_replaced(target, stale, free):
+            yield Fault(
+                rule="optimizer-before-shard",
+                verdict=f"{name} was made before {target.name} was sharded, so its steps do not train the model",
+                evidence=_of_stale(target, name, optimizer, stale, free),
+                fix=f"after sharding: {name} = {_made(optimizer)}({target.name}.parameters(){_rate(optimizer)})",
+            )
+
+
+@rule(Damage.NUMBERS)
+def parameters_replaced(target: LintTarget) -> Iterator[Finding]:
+    """An optimizer whose parameters were replaced later: by to_empty, load_state_dict(assign=True) or a new module.
+
+    Or one whose state belongs to parameters that it no longer holds, while it began anew with those that it holds.
+    """
+    for name, optimizer, stale, free in _stale(target):
+        if _are_replaced(target, stale, free):
+            yield Fault(
+                rule="parameters-replaced",
+                verdict=f"{name} was made before parameters of {target.name} were replaced, and does not train them",
+                evidence=_of_stale(target, name, optimizer, stale, free),
+                fix=f"make it after the last replacement: {name} = {_made(optimizer)}({target.name}.parameters()"
+                f"{_rate(optimizer)})",
+            )
+    for name, optimizer in target.optimizers.items():
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        left = [param for param in optimizer.state if id(param) not in held and id(param) not in _everywhere(target)]
+        shapes = Counter(_shape(param) for group in optimizer.param_groups for param in group["params"])
+        if left and held & target.owned.keys() and Counter(map(_shape, left)) <= shapes:
+            yield Fault(
+                rule="parameters-replaced",
+                verdict=f"the state of {name} belongs to {plural(len(left), 'parameter')} that it no longer holds, "
+                "so it began anew with those that it holds",
+                evidence=(f"{len(optimizer.state)} entries of state, {len(held)} parameters in its groups",),
+                fix=f"make {name} after sharding, and load its state with torch.distributed.checkpoint.state_dict."
+                "set_optimizer_state_dict, which finds parameters by name",
+            )
+
+
+_Stale = tuple[str, Optimizer, list[torch.Tensor], dict[str, tuple[int, ...]]]
+
+
+def _everywhere(target: LintTarget) -> set[int]:
+    """Return the ids of the parameters of all modules among the variables, and of the units."""
+    modules = (value for value in target.variables.values() if isinstance(value, nn.Module))
+    return {id(param) for module in modules for param in module.parameters()} | target.owned.keys()
+
+
+def _stale(target: LintTarget) -> Iterator[_Stale]:
+    """Yield each optimizer that holds parameters of no module, with these, and with those that no optimizer holds."""
     free = {
         name: shape
         for unit in target.units
@@ -85,25 +141,31 @@ def optimizer_before_shard(target: LintTarget) -> Iterator[Finding]:
         for name, shape, trained in parts_of(param)
         if trained and id(target.params.get(name)) not in target.held
     }
+    everywhere = _everywhere(target)
     for name, optimizer in target.optimizers.items():
-        stale = [
-            param
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if id(param) not in everywhere and id(param) not in target.owned
-        ]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stale = [param for param in params if id(param) not in everywhere]
         is_emptied = all(not param.numel() for param in stale) and len(stale) <= len(free)  # as a wrapper leaves them
         if stale and (is_emptied or Counter(_shape(param) for param in stale) <= Counter(free.values())):
-            yield Fault(
-                rule="optimizer-before-shard",
-                verdict=f"{name} was made before {target.name} was sharded, so its steps do not train the model",
-                evidence=(
-                    f"{name} ({type(optimizer).__name__}) holds {len(stale)} parameters that {target.name} no longer "
-                    f"has, {_size(sum(param.nbytes for param in stale))}",
-                    f"in no optimizer: {listed(list(free))}",
-                ),
-                fix=f"after sharding: {name} = {_made(optimizer)}({target.name}.parameters(){_rate(optimizer)})",
-            )
+            yield name, optimizer, stale, free
+
+
+def _are_replaced(target: LintTarget, stale: Sequence[torch.Tensor], free: Iterable[str]) -> bool:
+    """Return whether stale parameters were of the model as it is sharded now, not of the plain one."""
+    wanted = [target.params[name] for name in free if name in target.params]
+    return all(isinstance(param, DTensor) for param in stale) or not (
+        target.sharded and (not wanted or any(isinstance(param, DTensor) for param in wanted))
+    )
+
+
+def _of_stale(
+    target: LintTarget, name: str, optimizer: Optimizer, stale: Sequence[torch.Tensor], free: Iterable[str]
+) -> tuple[str, str]:
+    return (
+        f"{name} ({type(optimizer).__name__}) holds {plural(len(stale), 'parameter')} that {target.name} no longer "
+        f"has, {_size(sum(param.nbytes for param in stale))}",
+        f"in no optimizer: {listed(list(free))}",
+    )
 
 
 def parts_of(param: Param) -> Iterator[tuple[str, tuple[int, ...], bool]]:
@@ -154,20 +216,93 @@ def _buffers(target: LintTarget) -> dict[str, torch.Tensor]:
 @rule(Damage.NUMBERS, named="in-no-unit")
 def trained_in_no_unit(target: LintTarget) -> Iterator[Finding]:
     """Trained parameters in no unit: nothing averages their gradients."""
-    if any(not unit.info.engine for unit in target.units):  # the workbench's
-        names: Sequence[str] = target.unmanaged.params
-    else:
-        managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
-        names = [
-            name
-            for name, param in target.params.items()
-            if param.requires_grad
-            and name not in managed
-            and id(param) not in target.owned_by_units
-            and not isinstance(param, DTensor)
-        ]
+    names = _in_no_unit(target)
     if names:
         yield in_no_unit(target.name, names)
+
+
+def _in_no_unit(target: LintTarget) -> Sequence[str]:
+    if any(not unit.info.engine for unit in target.units):  # the workbench's
+        return target.unmanaged.params
+    managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
+    return [
+        name
+        for name, param in target.params.items()
+        if param.requires_grad
+        and name not in managed
+        and id(param) not in target.owned_by_units
+        and not isinstance(param, DTensor)
+    ]
+
+
+@rule(Damage.NUMBERS)
+def sync_left_off(target: LintTarget) -> Iterator[Finding]:
+    """Gradients that were not reduced before the step: gradient synchronisation stayed off for the last micro-batch.
+
+    Told by what waited at the newest step of an optimizer, not by the flag of a module, which a loop may turn off
+    again at once.
+    """
+    for name, _, past in target.trained:
+        units = [unit for unit in target.units if unit.info.index in past.unreduced]
+        steps = f"{past.num_unreduced} of {plural(past.num_steps, 'step')} of {name}"
+        sharded = [unit for unit in units if unit.is_sharded]
+        if sharded:
+            is_flat = any(param.parts for unit in sharded for param in unit.info.params)
+            yield Fault(
+                rule="sync-left-off",
+                verdict=f"{name} steps while gradients of {target.name} are not reduced: synchronisation stayed off",
+                evidence=(f"units {_names(sharded)}: each rank's own gradients wait, and no step gets them", steps),
+                fix=f"no no_sync() around the last micro-batch before {name}.step()"
+                if is_flat
+                else f"before the last micro-batch of each step: {target.name}.set_requires_gradient_sync(True)",
+            )
+        for unit in units:
+            if not unit.is_sharded:
+                yield RankComparison(
+                    fault=Fault(
+                        rule="sync-left-off",
+                        verdict=f"ranks train {target.name} apart: {name} steps with gradients from no_sync(), which "
+                        f"nothing averages ({steps})",
+                        fix=f"no no_sync() around the last micro-batch before {name}.step(); then load one checkpoint "
+                        "on every rank",
+                    ),
+                    digests=_digests(unit),
+                )
+
+
+@rule(Damage.NUMBERS)
+def kept_by_zero_grad(target: LintTarget) -> Iterator[Finding]:
+    """A micro-batch without synchronisation that zero_grad() was to discard: its gradients were in the next step.
+
+    ``zero_grad`` clears the gradients of the sharded parameters; those that wait for a reduction stay.
+    """
+    for name, _, past in target.trained:
+        mixed = {unit.info.name: past.mixed[unit.info.index] for unit in target.units if unit.info.index in past.mixed}
+        if mixed:
+            yield Fault(
+                rule="kept-by-zero-grad",
+                verdict=f"zero_grad() kept gradients that waited for a reduction: the next step of {name} used them",
+                evidence=(
+                    f"units {listed(list(mixed))}: last in step {max(mixed.values())} of {name}, counted from 0",
+                ),
+                fix="decide before the backward whether a micro-batch counts: if skip: continue; or clear after a "
+                f"synchronised backward: {target.name}.set_requires_gradient_sync(True)",
+            )
+
+
+def keeps_gradients(unit: Unit) -> bool:
+    """Return whether gradients of a unit that wait for a reduction survive ``zero_grad``."""
+    return unit.engine in ("", TORCH_FULLY_SHARD) and not any(param.parts for param in unit.params)
+
+
+def _digests(unit: LintUnit) -> dict[str, int]:
+    """Return a checksum of each parameter of a unit, by name and the ranks that should have the same."""
+    ranks = ", ".join(map(str, unit.replicas or ()))
+    return {
+        f"{name} on ranks {ranks}": digest(_tensor(tensors))
+        for name, param, tensors in unit.named()
+        if param.shape == param.global_shape  # else tensor parallelism has split it, in another way on each rank
+    }
 
 
 @rule(Damage.NUMBERS)
@@ -181,16 +316,14 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
         if unit.replicas is None:
             unknown.append(unit_words(unit.info.name))
             continue
-        ranks = ", ".join(map(str, unit.replicas))
-        for name, param, tensors in unit.named():
-            if param.shape == param.global_shape:  # else tensor parallelism has split it, in another way on each rank
-                digests[f"{name} on ranks {ranks}"] = digest(_tensor(tensors))
+        if not any(unit.info.index in past.unreduced for *_, past in target.trained):  # that is the cause
+            digests |= _digests(unit)
     if not _has_tensor_parallelism(target):
-        managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
+        apart = {without_wrappers(name) for unit in target.units for name in unit.tensors} | {*_in_no_unit(target)}
         digests |= {
             name: digest(param)
             for name, param in target.params.items()
-            if name not in managed and id(param) not in target.owned_by_units and not isinstance(param, DTensor)
+            if name not in apart and id(param) not in target.owned_by_units and not isinstance(param, DTensor)
         }
     yield RankComparison(
         fault=Fault(
@@ -218,7 +351,9 @@ def _tensor(tensors: ParamTensors) -> torch.Tensor:
 @rule(Damage.NUMBERS, named="buffers-differ")
 def unequal_buffers(target: LintTarget) -> Iterator[Finding]:
     """Buffers that differ between ranks."""
-    yield RankComparison(fault=buffers_differ(target.name), digests=target.unmanaged.buffers)
+    unwritten = {name for name, buffer in _buffers(target).items() if EmptiedTensors.is_unwritten(buffer)}
+    digests = {name: found for name, found in target.unmanaged.buffers.items() if name not in unwritten}
+    yield RankComparison(fault=buffers_differ(target.name), digests=digests)  # never-written names the others
 
 
 @rule(Damage.NUMBERS)
@@ -226,9 +361,13 @@ def tied_in_two_units(target: LintTarget) -> Iterator[Finding]:
     """Tied parameters in two units, where each unit has a copy of its own: they are trained apart.
 
     Told by one parameter at places of two units, or by equal matrices of modules of different classes, such as an
-    embedding and the head, in two units. Layers that were copied are of one class.
+    embedding and the head, in two units, now or when an optimizer took its first step. Layers that were copied are of
+    one class.
     """
-    for (a, name_a), (b, name_b) in (*_held_twice(target), *_copied(target)):
+    pairs = (*_held_twice(target), *_copied(target.units), *_copied_once(target))
+    for (a, name_a), (b, name_b) in {
+        frozenset(names): pair for pair in pairs if (names := (pair[0][1], pair[1][1]))
+    }.values():
         yield Fault(
             rule="tied-in-two-units",
             verdict=f"{name_a} and {name_b} are tied but in two units, which train them apart",
@@ -244,17 +383,33 @@ _Named = tuple[LintUnit, str]
 def _held_twice(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
     """Yield pairs of names, in two units, of one registered parameter."""
     registered: dict[int, _Named] = {}
-    for unit, name, _, module, attribute in _placed(target):
+    for unit, name, _, module, attribute in _placed(target.units):
         held = getattr(module, attribute, None)
         other, first = registered.setdefault(id(held), (unit, name))
         if held is not None and other is not unit:
             yield (other, first), (unit, name)
 
 
-def _copied(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
+def _copied_once(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
+    """Yield such pairs that were equal when an optimizer took its first step."""
+    names = {(id(module), attribute): (unit, name) for unit, name, _, module, attribute in _placed(target.units)}
+    for pair in target.history.copies:
+        first, second = (names.get((id(owner()), attribute)) for owner, attribute in pair)
+        if first is not None and second is not None:
+            yield first, second
+
+
+def copied_places(units: Iterable[LintUnit]) -> Iterator[tuple[Place, Place]]:
+    """Yield the places of equal matrices of modules of different classes, in two units."""
+    places = {(unit.info.index, name): (weakref.ref(owner), attr) for unit, name, _, owner, attr in _placed(units)}
+    for (a, name_a), (b, name_b) in _copied(units):
+        yield places[a.info.index, name_a], places[b.info.index, name_b]
+
+
+def _copied(units: Iterable[LintUnit]) -> Iterator[tuple[_Named, _Named]]:
     """Yield pairs of names, in two units, of equal matrices of modules of different classes."""
     by_shape: dict[Any, dict[type, list[tuple[LintUnit, str, torch.Tensor]]]] = {}
-    for unit, name, tensors, module, _ in _placed(target):
+    for unit, name, tensors, module, _ in _placed(units):
         shard = _tensor(tensors)
         if shard.ndim > 1 and local_tensor(shard).numel() and not shard.is_meta:
             classes = by_shape.setdefault((tuple(shard.shape), shard.dtype), {})
@@ -266,9 +421,9 @@ def _copied(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
                     yield (a, name_a), (b, name_b)
 
 
-def _placed(target: LintTarget) -> Iterator[tuple[LintUnit, str, ParamTensors, nn.Module, str]]:
+def _placed(units: Iterable[LintUnit]) -> Iterator[tuple[LintUnit, str, ParamTensors, nn.Module, str]]:
     """Yield each place of each parameter: unit, name, tensors, module and attribute."""
-    for unit in target.units:
+    for unit in units:
         for name, _, tensors in unit.named():
             for module, attribute in tensors.places:
                 if isinstance(module, nn.Module):
@@ -285,11 +440,38 @@ def _holder(target: LintTarget, name: str) -> str:
 
 
 @rule(Damage.NUMBERS)
+def tie_lost(target: LintTarget) -> Iterator[Finding]:
+    """Parameters that were tied before to_empty, which gave each place memory of its own: they are trained apart."""
+    for places in target.ties:
+        names = [_join(target.modules.get(owner), attribute) for place in places for owner, attribute in _owner(place)]
+        if len(names) == len(places) and len({id(at(place)) for place in places}) > 1:
+            first, *others = names
+            again = "; ".join(f"{target.name}.{other} = {target.name}.{first}" for other in others)
+            yield Fault(
+                rule="tie-lost",
+                verdict=f"{listed(names)} were tied before to_empty, and are trained apart since",
+                evidence=(f"{len(names)} places of one parameter then, each with its own now",),
+                fix=f"after to_empty, before sharding: {again}",
+            )
+
+
+def _owner(place: Place) -> Iterator[tuple[nn.Module, str]]:
+    owner = place[0]()
+    if owner is not None:
+        yield owner, place[1]
+
+
+def _join(path: str | None, attribute: str) -> str:
+    return f"{path}.{attribute}" if path else attribute
+
+
+@rule(Damage.NUMBERS)
 def same_data(target: LintTarget) -> Iterator[Finding]:
     """A DataLoader that draws the same rows in the same order on every rank.
 
-    It shuffles without a DistributedSampler, over the same TensorDataset, with the same state of its generator. Equal
-    seeds alone are no fault: samplers for several ranks need them. Without ``shuffle`` a loader is not judged:
+    It shuffles without a DistributedSampler, over the same TensorDataset, with the same state of its generator; or its
+    DistributedSampler has the same rank everywhere. Equal seeds alone are no fault: samplers for several ranks need
+    them. Without ``shuffle`` a loader is not judged:
     evaluation on every rank reads the same rows on purpose.
     """
     loaders = {
@@ -297,6 +479,19 @@ def same_data(target: LintTarget) -> Iterator[Finding]:
         for name, value in target.variables.items()
         if isinstance(value, DataLoader) and type(value.sampler) is RandomSampler
     }
+    if not _has_tensor_parallelism(target):
+        yield RankComparison(
+            fault=Fault(
+                rule="same-data",
+                verdict="{names} has the same rank on several ranks, so they draw the same rows",
+                fix="{first} = torch.utils.data.DistributedSampler(dataset), which takes the rank of the process group",
+            ),
+            digests={
+                name: hash((sampler.rank, sampler.seed, sampler.epoch, _data_digest(sampler.dataset)))
+                for name, sampler in _samplers(target)
+            },
+            wants_equal=False,
+        )
     if not loaders:
         return
     if _has_tensor_parallelism(target):
@@ -323,6 +518,75 @@ def same_data(target: LintTarget) -> Iterator[Finding]:
         raise Abstains(f"whether {listed(unread)} has the same rows on every rank is unknown without reading a {kinds}")
 
 
+def _samplers(target: LintTarget) -> Iterator[tuple[str, DistributedSampler[Any]]]:
+    """Yield the DistributedSamplers among the variables, and of their loaders, that split data over several ranks."""
+    seen: set[int] = set()
+    for name, value in target.variables.items():
+        sampler, text = value, name
+        if isinstance(value, DataLoader):
+            sampler, text = value.sampler, f"{name}.sampler"
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and id(sampler) not in seen:
+            seen.add(id(sampler))
+            yield text, sampler
+
+
+@rule(Damage.NUMBERS)
+def sampler_seeds_differ(target: LintTarget) -> Iterator[Finding]:
+    """DistributedSamplers that shuffle by another seed or epoch on each rank: some rows are drawn twice, some never."""
+    yield RankComparison(
+        fault=Fault(
+            rule="sampler-seeds-differ",
+            verdict="{names} shuffles in another order on each rank, so ranks draw some rows twice and some never",
+            fix="give {first} the same seed on all ranks, and call {first}.set_epoch(epoch) on all of them",
+        ),
+        digests={name: hash((each.seed, each.epoch)) for name, each in _samplers(target) if each.shuffle},
+    )
+
+
+@rule(Damage.NUMBERS)
+def no_set_epoch(target: LintTarget) -> Iterator[Finding]:
+    """A DistributedSampler that shuffles in the same order in each epoch, because nothing calls set_epoch.
+
+    Two whole passes, during which one optimizer took steps, had the same epoch. Passes without steps are evaluations,
+    which may repeat their order.
+    """
+    for name, sampler in _samplers(target):
+        past = target.history.samplers.get(sampler)
+        if past is not None and past.num_repeated and sampler.shuffle:
+            yield Fault(
+                rule="no-set-epoch",
+                verdict=f"{name} draws the same order in each epoch",
+                evidence=(
+                    f"{plural(past.num_repeated, 'epoch')} repeated the order of the one before: epoch {past.epoch}",
+                ),
+                fix=f"at the begin of each epoch: {name}.set_epoch(epoch)",
+            )
+
+
+@rule(Damage.NUMBERS)
+def same_random_numbers(target: LintTarget) -> Iterator[Finding]:
+    """Random numbers that differed between ranks until set_rng_state made them equal, so dropout masks are equal too.
+
+    Equal seeds from the begin on are usual, and no fault.
+    """
+    drops = [name for module, name in target.modules.items() if isinstance(module, _DROPOUTS) and module.p > 0]
+    before = target.history.rng_before
+    if before is not None and drops and not _has_tensor_parallelism(target):
+        name = "torch's default generator"
+        yield RankComparison(
+            fault=Fault(
+                rule="same-random-numbers",
+                verdict=f"since set_rng_state, ranks draw the same random numbers, such as the dropout masks of "
+                f"{target.name}",
+                fix="save the state of each rank, and load it by rank: torch.set_rng_state(states[rank]); or seed "
+                "again: torch.manual_seed(seed + rank)",
+            ),
+            digests={name: digest(torch.get_rng_state())},
+            wants_equal=False,
+            before={name: before},
+        )
+
+
 def _data_digest(dataset: object) -> int | None:
     """Return a checksum of the rows of a data set that is known without reading it; None: it is not."""
     if isinstance(dataset, TensorDataset):
@@ -334,15 +598,43 @@ def _data_digest(dataset: object) -> int | None:
 
 
 @rule(Damage.NUMBERS)
+def optimizer_not_resumed(target: LintTarget) -> Iterator[Finding]:
+    """An optimizer that started from nothing although training was resumed: its state was not loaded.
+
+    A resume shows in what goes on: a schedule, an epoch or a step. Loaded parameters alone show none.
+    """
+    for name, optimizer in target.optimizers.items():
+        past = next((each for _, other, each in target.trained if other is optimizer), None)
+        signs = past.resumed if past is not None else ()
+        if past is None and not optimizer.state and _trains(target, optimizer):
+            signs = tuple(target.history.signs_of_resume(optimizer, target.variables.items()))
+        if signs and (past is None or optimizer.state):  # without a state after steps, it keeps none
+            yield Fault(
+                rule="optimizer-not-resumed",
+                verdict=f"{name} started from nothing although training was resumed: its state was not loaded",
+                evidence=(*signs, f"{name} ({type(optimizer).__name__}) had no state at its first step"),
+                fix="save and load it with the model: from torch.distributed.checkpoint.state_dict import "
+                f"get_state_dict, set_state_dict; both take ({target.name}, {name})",
+            )
+
+
+def _trains(target: LintTarget, optimizer: Optimizer) -> bool:
+    return any(id(param) in target.owned for group in optimizer.param_groups for param in group["params"])
+
+
+@rule(Damage.NUMBERS)
 def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
     """Trained parameters that no optimizer holds, while one holds others of the model."""
     of_model = {id(each.shard) for unit in target.units for each in unit.tensors.values()} | target.owned.keys()
     holding = sorted({name for param, name in target.held.items() if param in of_model})
     if not holding:
         return
+    told = {name for *_, free in _stale(target) for name in free}
     names, nbytes = [], 0
     for unit in target.units:
         for name, param, tensors in unit.named():
+            if told.issuperset(part for part, *_ in parts_of(param)):
+                continue
             parts = [part for part, _, trained in parts_of(param) if trained]
             held = id(tensors.shard) in target.held or any(id(target.params.get(n)) in target.held for n in parts)
             if parts and not held and id(target.params.get(name)) not in target.held:
@@ -356,7 +648,10 @@ def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
         yield Fault(
             rule="left-out-of-optimizer",
             verdict=f"no optimizer among the variables trains {listed(names)}",
-            evidence=(f"{len(names)} parameters, {_size(nbytes)}, take gradients", f"optimizers: {listed(holding)}"),
+            evidence=(
+                f"{plural(len(names), 'parameter')}, {_size(nbytes)}, take gradients",
+                f"optimizers: {listed(holding)}",
+            ),
             fix=f"{holding[0]}.add_param_group({{'params': {params}}})" if is_short else again,
         )
 
@@ -397,7 +692,7 @@ def low_precision_master(target: LintTarget) -> Iterator[Finding]:
         yield Fault(
             rule="low-precision-master",
             verdict=f"{name} updates {dtypes} parameters of {target.name}, which round small updates away",
-            evidence=(f"{len(names)} parameters, {_size(nbytes)}: {listed(names)}",),
+            evidence=(f"{plural(len(names), 'parameter')}, {_size(nbytes)}: {listed(names)}",),
             fix=f"{target.name}.float() before sharding, then %fsdp shard {target.name} --mp bf16 (in code: "
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
         )
@@ -415,7 +710,7 @@ def still_on_meta(target: LintTarget) -> Iterator[Finding]:
         yield Fault(
             rule="still-on-meta",
             verdict=f"{target.name} is still on the meta device: {listed(names)}",
-            evidence=(f"{len(names)} tensors without values",),
+            evidence=(f"{plural(len(names), 'tensor')} without values",),
             fix=f"{target.name}.to_empty(device=device), then initialise them or load a state dict",
         )
 
@@ -424,26 +719,32 @@ def still_on_meta(target: LintTarget) -> Iterator[Finding]:
 def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
     """A method other than forward that computes with parameters of its unit, which nothing gathers then.
 
-    Told where a function of the cells, or the script that ran, calls it on the model's variable, and its source calls
-    a module or uses a parameter of the unit itself. Methods that reach the parameters through ``self(...)`` are fine.
+    Told where a function of the cells, or the script that ran, calls it on the model's variable or on a part of the
+    model, and its source calls a module or uses a parameter of the unit itself, or where the part is called. Methods
+    that reach the parameters through ``self(...)`` are fine, and so is a program that calls ``unshard()``.
     """
     for module, name in _sharded_modules(target):
-        expressions = target.variables_of.get(id(module))
-        if not expressions:
+        variables = target.variables_of.get(id(module))
+        if not variables:
             continue
         own = _own_tensors(target, module)
-        for method in sorted({attr for code in target.programs for attr in _attributes(code, expressions)}):
-            if not _is_own_method(module, method) or method == "forward" or method in vars(module):
-                continue
-            used = _uses(module, method, own, set())
+        calls = sorted({call for code in target.programs for call in _calls(code, variables)})
+        for call in [] if ("unshard",) in calls else calls:
+            *path, method = call
+            owner: Any = functools.reduce(lambda above, part: getattr(above, part, None), path, cast("Any", module))
+            used = _used_by_call(target, owner, method, own) if isinstance(owner, nn.Module) else ""
             if used:
+                expression = ".".join((variables[0], *call))
                 engine = "torch.distributed.fsdp" if isinstance(module, TorchFSDPModule) else "workbench.engine"
+                new = call[-1] if isinstance(getattr(module, call[-1], None), MethodType) else "METHOD"
                 yield Fault(
                     rule="method-without-hooks",
-                    verdict=f"{expressions[0]}.{method}() computes with sharded parameters: only forward gathers them",
-                    evidence=(f"{class_name(module)}.{method} uses {used} of unit {unit_words(name)}",),
-                    fix=f"from {engine} import register_fsdp_forward_method; "
-                    f"register_fsdp_forward_method({expressions[0]}, {method!r})",
+                    verdict=f"{expression}() computes with sharded parameters: only forward gathers them",
+                    evidence=(f"{class_name(owner)}.{method} uses {used} of unit {unit_words(name)}",)
+                    if used != method
+                    else (f"{expression} is a part of unit {unit_words(name)}",),
+                    fix=f"{'' if new == call[-1] else 'call it in a method of the model, and '}from {engine} import "
+                    f"register_fsdp_forward_method; register_fsdp_forward_method({variables[0]}, {new!r})",
                 )
 
 
@@ -465,51 +766,98 @@ def _own_tensors(target: LintTarget, module: nn.Module) -> set[int]:
     }
 
 
-def _attributes(code: CodeType, names: Sequence[str]) -> Iterator[str]:
-    """Yield the attributes that code, and the functions in it, load from variables of these names."""
-    before: Any = None
+def _calls(code: CodeType, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of what code, and the functions in it, call below variables of these names.
+
+    Example: ``("encoder", "encode")`` for ``model.encoder.encode(x)`` and ``self.model.encoder.encode(x)``.
+    """
+    path: list[str] | None = None  # below the variable
     for instruction in dis.get_instructions(code):
-        if instruction.opname in {"LOAD_ATTR", "LOAD_METHOD"} and before in names:
-            yield instruction.argval
-        loaded = instruction.argval if instruction.opname.startswith("LOAD_") else None
-        before = loaded[-1] if isinstance(loaded, tuple) and loaded else loaded
+        if instruction.opname in {"LOAD_ATTR", "LOAD_METHOD"} and path is not None:
+            path.append(instruction.argval)
+            if instruction.opname == "LOAD_METHOD" or (sys.version_info >= (3, 12) and (instruction.arg or 0) & 1):
+                yield tuple(path)
+        elif instruction.opname.startswith("LOAD_"):
+            loaded = instruction.argval
+            path = [] if (loaded[-1] if isinstance(loaded, tuple) and loaded else loaded) in names else None
+        else:
+            path = None
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _attributes(constant, names)
+            yield from _calls(constant, names)
 
 
-def _uses(module: nn.Module, method: str, own: set[int], seen: set[str]) -> str:
+def _used_by_call(target: LintTarget, owner: nn.Module, name: str, own: set[int]) -> str:
+    """Return what of the parameters ``own`` a call of ``owner.name`` uses; ``name`` itself: it is a module."""
+    found = getattr(owner, name, None)
+    if isinstance(found, nn.Module):
+        return name if _computes_with(found, own) else ""
+    if not _is_own_method(owner, name) or name == "forward" or name in vars(owner):
+        return ""
+    if isinstance(owner, (FSDPModule, TorchFSDPModule)):
+        own = _own_tensors(target, owner)
+    return _uses(owner, name, own, set())
+
+
+def _computes_with(module: nn.Module, own: set[int]) -> bool:
+    """Return whether the forward of a module uses parameters that nothing gathers."""
+    return not isinstance(module, (FSDPModule, TorchFSDPModule)) and _holds(module, own)
+
+
+def _uses(module: nn.Module, method: str, own: set[int], seen: set[tuple[int, str]]) -> str:
     """Return what of the parameters ``own`` a method uses, as source, also through other methods; empty: nothing."""
-    seen.add(method)
+    seen.add((id(module), method))
     function = inspect.unwrap(getattr(type(module), method))
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return ""
-    for expression in (each for node in ast.walk(tree) for each in _computed_with(node)):
+    expressions = [each for node in ast.walk(tree) for each in _computed_with(node)]
+    if any(ast.unparse(each) == "self.unshard" for each in expressions):
+        return ""
+    for expression in expressions:
         found = _resolved(module, expression)
         if isinstance(found, nn.Parameter) and id(found) in own:
             return ast.unparse(expression)
-        if isinstance(found, nn.Module) and found is not module and _holds(found, own):
+        if isinstance(found, nn.Module) and found is not module and _computes_with(found, own):
             return ast.unparse(expression)
-        other = found.__name__ if inspect.ismethod(found) and found.__self__ is module else ""
-        if _is_own_method(module, other) and other not in seen and (used := _uses(module, other, own, seen)):
-            return used
+        owner = found.__self__ if isinstance(found, MethodType) else None
+        if isinstance(owner, nn.Module) and isinstance(found, MethodType):
+            is_plain = owner is module or not isinstance(owner, (FSDPModule, TorchFSDPModule))
+            name = found.__name__
+            if is_plain and _is_own_method(owner, name) and name not in vars(owner) and (id(owner), name) not in seen:
+                used = _uses(owner, name, own, seen)
+                if used:
+                    return used if owner is module else f"{ast.unparse(expression)}: {used}"
     return ""
 
 
 def _computed_with(node: ast.AST) -> Iterable[ast.expr]:
-    """Return the expressions that a node calls, passes on, computes with, iterates over or returns."""
+    """Return the expressions that a node calls, computes with, or passes on to a function that computes with them."""
     match node:
         case ast.Call(func=func, args=args):
-            return (func, *args)
+            return (func, *(args if _computes(func) else ()))
         case ast.BinOp(left=left, right=right):
             return (left, right)
-        case ast.For(iter=iterated) | ast.comprehension(iter=iterated):
-            return (iterated,)
-        case ast.Return(value=ast.expr() as value):
-            return (value,)
+        case ast.For(target=ast.Name(id=name), iter=iterated):
+            return (iterated,) if _is_called(name, node) else ()
+        case ast.ListComp(generators=loops) | ast.GeneratorExp(generators=loops) | ast.SetComp(generators=loops):
+            return [
+                each.iter for each in loops if isinstance(each.target, ast.Name) and _is_called(each.target.id, node)
+            ]
     return ()
+
+
+def _computes(func: ast.expr) -> bool:
+    """Return whether a function may compute with its arguments: no builtin, none of ``torch.nn.init``."""
+    text = ast.unparse(func)
+    name = text.rpartition(".")[2]
+    return not (text in dir(builtins) or name.endswith("_") or name.startswith(("get", "set", "register")))
+
+
+def _is_called(name: str, node: ast.AST) -> bool:
+    calls = (each.func for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(isinstance(func, ast.Name) and func.id == name for func in calls)
 
 
 def _is_own_method(module: nn.Module, name: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import CodeType
@@ -23,7 +23,9 @@ from workbench.events import TORCH_DDP, Param, ParamTensors, Unit
 from workbench.fault import Fault
 from workbench.protocol.commands import UnmanagedState
 from workbench.protocol.lint_reply import RankComparison
+from workbench.runtime.emptied_tensors import Place
 from workbench.runtime.model_summary import unmanaged_in
+from workbench.runtime.training_history import OptimizerHistory, TrainingHistory
 from workbench.watch._torch_private import clean as without_wrappers
 
 Finding = Fault | RankComparison
@@ -94,6 +96,8 @@ class LintTarget:
         optimizers: the optimizers among the variables, by variable; ``opts[0]`` for one in a list.
         variables: all variables of the cells.
         programs: code of the cells' functions and of the script that ran last.
+        history: of the training so far.
+        ties: places of parameters, of any model, that were one before ``to_empty``.
         rank, world_size, local_world_size: of this rank.
     """
 
@@ -103,6 +107,8 @@ class LintTarget:
     optimizers: Mapping[str, Optimizer]
     variables: Mapping[str, object]
     programs: tuple[CodeType, ...]
+    history: TrainingHistory
+    ties: Sequence[tuple[Place, ...]]
     rank: int
     world_size: int
     local_world_size: int
@@ -156,6 +162,16 @@ class LintTarget:
     def owned_by_units(self) -> frozenset[int]:
         """The ids of the tensors of all units."""
         return frozenset(id(tensors.shard) for unit in self.units for tensors in unit.tensors.values())
+
+    @functools.cached_property
+    def trained(self) -> tuple[tuple[str, Optimizer, OptimizerHistory], ...]:
+        """The optimizers that have taken steps with parameters of the model, each with its variable and its history."""
+        names = {id(each.param_groups): name for name, each in self.optimizers.items()}  # a wrapper's are the inner's
+        return tuple(
+            (names.get(id(optimizer.param_groups), "the optimizer"), optimizer, past)
+            for optimizer, past in tuple(self.history.optimizers.items())
+            if past.num_steps and any(id(p) in self.owned for group in optimizer.param_groups for p in group["params"])
+        )
 
     @functools.cached_property
     def held(self) -> dict[int, str]:

@@ -56,6 +56,7 @@ from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.group_membership import GroupMembership
+from workbench.runtime.lint import history_of
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
@@ -63,6 +64,7 @@ from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
+from workbench.runtime.training_history import TrainingHistory
 from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
@@ -83,6 +85,7 @@ class RankRuntime:
         watch: watches models that torch shards, and every collective of c10d.
         emptied: marks the tensors that ``to_empty`` makes.
         membership: lets the user's code join and leave the default process group.
+        history: notes what the rules of ``lint`` need of the training so far.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
         commands: number of commands it has begun.
@@ -98,6 +101,7 @@ class RankRuntime:
     watch: Watch
     emptied: EmptiedTensors
     membership: GroupMembership
+    history: TrainingHistory
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
     commands: int = 0
@@ -113,6 +117,7 @@ class RankRuntime:
                 with self.gate.stepping(command.stop):
                     return self.trainer.run(command)
             if isinstance(command, Run):
+                self.history.forget()
                 with self.gate.stepping(command.stop):
                     ran = self.scripts.run(command)
                 self.note_models()
@@ -279,9 +284,11 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     _look_after_cells()
     membership = GroupMembership(process_groups).install()
     scripts = ScriptRunner(membership, recorder, trainer)
-    emptied = EmptiedTensors().install()
-    watch = Watch().begin()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, hooks)
+    emptied, watch = EmptiedTensors().install(), Watch().begin()
+    history = history_of(recorder, watch).install()
+    _runtime = RankRuntime(
+        process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, history, hooks
+    )
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -410,6 +417,7 @@ def shutdown() -> None:
         _runtime.watch.end()
         _runtime.emptied.remove()
         _runtime.membership.uninstall()
+        _runtime.history.remove()
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
         _runtime.groups.leave()

@@ -1,6 +1,7 @@
 """Scripts of ``%fsdp run`` on a rank: each runs as ``__main__`` in the cells' namespace, where its names stay.
 
-Of a function of the script that calls an optimizer, such as ``main()``, the models, optimizers and loaders stay too.
+Of a function of the script that calls an optimizer, such as ``main()``, the models, optimizers and loaders stay too,
+and those of the objects that it has, such as a trainer.
 
 The next script starts clean: the names of the last one are gone, its process groups are destroyed, and modules that lie
 beside a script are imported again.
@@ -18,18 +19,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from workbench.engine._torch import named_groups
 from workbench.engine.cancellable_waits import cancellation
@@ -43,7 +46,7 @@ from workbench.runtime.script_environment import as_under_torchrun
 from workbench.runtime.trainer import Trainer
 
 _JOIN_S = 0.05
-_KEPT = (nn.Module, Optimizer, DataLoader)
+_KEPT = (nn.Module, Optimizer, DataLoader, Sampler, LRScheduler)
 _ABOUT_ITSELF = ("__file__", "__spec__", "__package__", "__loader__", "__doc__", "__cached__")
 
 
@@ -214,28 +217,46 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
 
 @contextmanager
 def _kept_locals(code: CodeType) -> Iterator[dict[str, Any]]:
-    """Provide the variables of the program's functions that run at the first step of an optimizer in the body.
+    """Provide the variables of the program's functions that run at the first step of each optimizer in the body.
 
-    Those are kept that :data:`_KEPT` names; of equal names, that of the innermost function counts.
+    Those are kept that :data:`_KEPT` names, and such attributes of other variables, the script's own included: of a
+    trainer, for example. Of equal names, those at the first step of the newest optimizer count, then that of the
+    innermost function, and a variable before an attribute.
     """
     kept: dict[str, Any] = {}
-    was_called = False
+    stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+    folder = os.path.dirname(os.path.abspath(code.co_filename))
 
-    def keep(*_: object) -> None:
-        nonlocal was_called
-        frame = None if was_called else inspect.currentframe()
-        was_called = True
+    def keep(optimizer: Optimizer, *_: object) -> None:
+        frame = None if optimizer in stepped else inspect.currentframe()
+        stepped.add(optimizer)
+        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         while frame is not None:
-            if frame.f_code.co_filename == code.co_filename and frame.f_code.co_name != "<module>":
-                found = {name: value for name, value in frame.f_locals.items() if isinstance(value, _KEPT)}
-                kept.update({name: value for name, value in found.items() if name not in kept})
+            if _is_of_script(frame.f_code.co_filename, code.co_filename, folder):
+                is_function = frame.f_code.co_name != "<module>"
+                for name, value in tuple(frame.f_locals.items()):
+                    if not isinstance(value, (*_KEPT, type, ModuleType)):
+                        attributes = {**_kept_in(getattr(value, "__dict__", {})), **attributes}
+                    elif is_function and isinstance(value, _KEPT):
+                        found.setdefault(name, value)
             frame = frame.f_back
+        kept.update({**attributes, **found})
 
     handle = register_optimizer_step_pre_hook(keep)
     try:
         yield kept
     finally:
         handle.remove()
+
+
+def _is_of_script(filename: str, script: str, folder: str) -> bool:
+    """Return whether a file is the script, or a module beside it."""
+    return filename == script or os.path.dirname(os.path.abspath(filename)) == folder
+
+
+def _kept_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, _KEPT) and not name.startswith("_")}
 
 
 def _end_of_fork(error: BaseException | None) -> NoReturn:

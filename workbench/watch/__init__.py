@@ -113,6 +113,10 @@ class Watch:
         """Return where an announced unit is; None: it belongs to another source."""
         return next(filter(None, (units.layout_of(unit.index) for units in self._units)), None)
 
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the indices of the units whose newest gradients are this rank's own, as under ``no_sync``."""
+        return tuple(index for units in self._units for index in units.unreduced())
+
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""
         self._collectives.settle()

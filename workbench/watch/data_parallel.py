@@ -99,8 +99,14 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     # ---- forward and backward
 
+    def unreduced(self) -> Iterator[int]:
+        """Yield the indices of models whose newest forward that trains was within ``no_sync``."""
+        yield from (known.index for known in tuple(self._known.values()) if not known.is_synced)
+
     def _forward(self, original: Original, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         known = self._of(model)
+        if torch.is_grad_enabled():
+            known.is_synced = model.require_backward_grad_sync
         probe.phase(Phase.FORWARD)
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
         with self._collectives.within(known.index):  # buffers are broadcast

@@ -63,6 +63,7 @@ class WatchedUnit:
         grads_nbytes: announced bytes of full gradients.
         in_backward: whether its backward was announced, and not its end.
         holds_full: whether the full parameters are counted.
+        is_synced: of DistributedDataParallel: whether the newest forward that trains was outside of ``no_sync``.
     """
 
     unit: Unit
@@ -70,6 +71,7 @@ class WatchedUnit:
     grads_nbytes: int = 0
     in_backward: bool = False
     holds_full: bool = False
+    is_synced: bool = True
 
     @property
     def index(self) -> int:
@@ -210,6 +212,10 @@ class TorchUnits(ABC, Generic[Group]):
 
     @abstractmethod
     def _renew(self, group: Group, new_of: Mapping[int, dist.ProcessGroup]) -> None: ...
+
+    def unreduced(self) -> Iterator[int]:
+        """Yield the indices of units with full gradients that were not reduced, outside a backward."""
+        yield from (known.index for known in tuple(self._known.values()) if known.grads_nbytes)
 
     def units_of(self, model: nn.Module) -> Iterator[Unit]:
         """Yield the units of a model that were announced, in the order of its modules."""
