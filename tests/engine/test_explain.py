@@ -1,5 +1,9 @@
 """Torch's errors about sharded parameters say which parameter, of which unit, and what to do."""
 
+import io
+import sys
+from contextlib import redirect_stderr
+
 import pytest
 import torch
 from IPython.core.ultratb import AutoFormattedTB
@@ -102,6 +106,32 @@ def helper():
     return message(lambda: multiply(torch.ones(2, 4), weight))
 
 
+def uncaught_in_a_backward():
+    """What a plain script of torchrun prints."""
+    model = nn.Sequential(Hides(), nn.Linear(4, 4))
+    sharded(model, *model)(torch.ones(2, 4))
+    printed = io.StringIO()
+    try:
+        model[0].kept.backward()
+    except RuntimeError as error:
+        with redirect_stderr(printed):
+            sys.excepthook(type(error), error, error.__traceback__)
+    text = printed.getvalue()
+    return text[text.rindex("RuntimeError: ") :]
+
+
+class Hides(nn.Linear):
+    """Keeps a loss on itself, so that the backward of it passes through no output of the module."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.kept = functional.linear(x, self.weight).sum()
+        return x
+
+
 def within():
     model = BackwardInForward()
     return message(lambda: sharded(model, model.block)(torch.ones(2, 4)))
@@ -193,6 +223,7 @@ BEGINS = {
     inner_module: "parameter 'block.up.weight' is sharded; call the module of unit 'block', on which fully_shard was "
     "called, not the Linear in it, or compute between its unshard() and reshard() (likewise block.up.bias)\n(torch: ",
     shown_in_a_cell: "RuntimeError: parameter 'block.up.weight' is sharded; call the module of unit 'block', ",
+    uncaught_in_a_backward: "RuntimeError: backward needs the full parameter '0.weight', but unit '0' was resharded",
     helper: "parameter 'embed.weight' is sharded; call the module of unit '(root)', ",
     within: (
         "parameter 'embed.weight' was resharded within the forward of its unit '(root)', by a backward or reshard() "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from traceback import walk_tb
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,6 +51,24 @@ def explain(error: BaseException) -> None:
         meaning = _of_kept(error.__traceback__)
     if meaning:
         error.args = (f"{meaning}\n(torch: {text})",)
+
+
+class _Hook:
+    """What Python calls with an error that ends the program: explains it, and calls what was there before."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        with suppress(Exception):  # whatever fails here must not hide the error
+            explain(error)
+        self._before(kind, error, traceback)
+
+
+def explain_uncaught() -> None:
+    """Explain errors that end the program, such as those of a backward, before Python prints them; once is enough."""
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
 
 
 # ---- a backward that needs a resharded parameter

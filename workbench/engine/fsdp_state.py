@@ -35,7 +35,7 @@ from workbench.engine.backends import backend_of
 from workbench.engine.collective_order import END
 from workbench.engine.comm_context import FSDPCommContext, RecordedForward
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
-from workbench.engine.explain import explain
+from workbench.engine.explain import explain, explain_uncaught
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
 from workbench.engine.process_groups import CommGroup
@@ -203,6 +203,7 @@ class FSDPState:
                 if inner is not state:
                     inner.add_around(state)
         roots.add(self)
+        explain_uncaught()
 
     def add_around(self, outer: FSDPState) -> None:
         """Note that ``outer``'s modules contain this call's; outermost first."""
