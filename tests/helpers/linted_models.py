@@ -646,6 +646,21 @@ def tie_lost(ns, engine):
     prepared(ns, blockwise(model, engine.fully_shard))
 
 
+@case
+def tie_lost_by_assign(ns):
+    model = make_net(dim=16, tied=True)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    prepared(ns, blockwise(model, ours.fully_shard))
+
+
+@case
+def clean_tied_again(ns):
+    model = make_net(dim=16, tied=True)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model.head.weight = model.embed.weight
+    prepared(ns, blockwise(model, ours.fully_shard))
+
+
 @with_each_engine
 def tied_in_two_units_and_trained(ns, engine):
     tied_in_two_units(ns, engine)

@@ -164,6 +164,12 @@ def test_what_is_not_the_default_is_told_in_a_phrase(units, prefetch, phrases):
     assert policy_words(units, prefetch) == phrases
 
 
+def test_a_dtype_of_outputs_is_told_where_they_are_cast():
+    halved = [make_unit(compute="bfloat16", reduce="bfloat16")]
+    assert policy_words(halved, output="float32") == ["compute in bfloat16", "outputs in float32"]
+    assert policy_words(halved, output="bfloat16") == ["compute in bfloat16"]
+
+
 @pytest.mark.parametrize(("copies", "words"), [(1, "4"), (2, "2x4")])
 def test_one_copy_is_not_written_in_a_mesh(copies, words):
     assert mesh_words(copies, 4) == words

@@ -120,6 +120,31 @@ def test_an_inner_module_of_a_wrapper_gets_a_note(kind):
         assert note.startswith(f"[workbench] {verdict}; ")
 
 
+# ---- outputs of another dtype
+
+
+def computes_in_two_dtypes(kind):
+    api = engine if kind == "ours" else fsdp
+    half = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    ns = namespace()
+    ns["model"] = model = nn.Sequential(Block(), nn.Linear(4, 4))
+    full = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    api.fully_shard(model[0], mp_policy=full)
+    api.fully_shard(model, mp_policy=half)
+    return raised(lambda: model(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.parametrize("kind", FULLY)
+def test_a_tensor_of_another_dtype_than_the_unit_computes_in_is_named_with_its_unit(kind):
+    in_code = "mp_policy=MixedPrecisionPolicy(..., output_dtype=torch.bfloat16) for unit '0'"
+    fix = {"ours": f"%fsdp reshard model.0 --mp output=bf16, or in code {in_code}"}
+    for note in run(2, computes_in_two_dtypes, kind):
+        assert note == (
+            "[workbench] unit '(root)' computes in bfloat16, as parameter '1.weight', and 'input' is float32, the "
+            f"output of unit '0'\nfix: {fix.get(kind, f'{in_code}, or input = input.to(torch.bfloat16)')}"
+        )
+
+
 # ---- a full parameter that was freed
 
 

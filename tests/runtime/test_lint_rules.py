@@ -64,6 +64,11 @@ EXPECTED = {
     "not_resumed_before_the_first_step": ("optimizer-not-resumed", "schedule (StepLR) is at step 30"),
     "not_resumed_by_step": ("optimizer-not-resumed", "start_step is 40, as in the checkpoint"),
     "tie_lost": ("tie-lost", "embed.weight, head.weight were tied", "model.head.weight = model.embed.weight"),
+    "tie_lost_by_assign": (
+        "tie-lost",
+        "tied before load_state_dict(assign=True)",
+        "model.head.weight = model.embed.weight",
+    ),
     "tied_in_two_units_and_trained": ("tied-in-two-units", "embed.weight in unit embed"),
     "parameters_replaced": ("parameters-replaced", "opt (AdamW) holds 21 parameters", "opt = torch.optim.AdamW("),
     "head_replaced": (

@@ -322,8 +322,13 @@ def _wrong_mesh(value: object) -> str:
     )
 
 
-def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
+def policy_words(infos: Sequence[Unit], prefetch: int = 0, output: str = "") -> list[str]:
     """Return a phrase for each non-default property of how units are sharded and computed.
+
+    Args:
+        infos: the units.
+        prefetch: units gathered ahead.
+        output: dtype to which the model's outputs are cast; empty: none.
 
     Example: two copies, computed in bfloat16 -> ``["HSDP 2x2: 2 replicas, each sharded over 2 ranks", "compute in
     bfloat16"]``.
@@ -341,6 +346,7 @@ def policy_words(infos: Sequence[Unit], prefetch: int = 0) -> list[str]:
         _after_forward(infos),
         f"compute in {_listed(compute)}" if compute != own else "",
         f"reduce in {_listed(reduce)}" if reduce != compute else "",
+        f"outputs in {output}" if output and compute != {output} else "",
         "shards kept in host memory (offload)" if any(info.offload for info in infos) else "",
         f"gathers {prefetch} {'units' if prefetch > 1 else 'unit'} ahead" if prefetch else "",
     ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,36 +28,62 @@ def at(place: Place) -> object:
     return getattr(place[0](), place[1], None)
 
 
+class LostTie(NamedTuple):
+    """Places of one parameter that have several now.
+
+    Attributes:
+        places: the places.
+        by: the call that replaced it.
+    """
+
+    places: tuple[Place, ...]
+    by: str
+
+
 class EmptiedTensors:
     """Marks each tensor that ``nn.Module.to_empty`` makes with its version and bytes, while it is installed.
 
     Attributes:
-        ties: places of parameters that were one before ``to_empty``, and several after it.
+        lost_ties: ties that ``to_empty`` or ``load_state_dict(assign=True)`` undid.
     """
 
     def __init__(self) -> None:
-        self._original = nn.Module.to_empty
-        self.ties: list[tuple[Place, ...]] = []
+        self._to_empty, self._load = nn.Module.to_empty, nn.Module.load_state_dict
+        self.lost_ties: list[LostTie] = []
 
     def install(self) -> EmptiedTensors:
         """Mark tensors from now on."""
-        original = self._original = nn.Module.to_empty
+        self._to_empty, self._load = to_empty, load = nn.Module.to_empty, nn.Module.load_state_dict
 
-        def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - as the original
-            tied = _tied(module)
-            result = original(module, *args, **kwargs)
-            self.ties = [tie for tie in self.ties if all(owner() for owner, _ in tie)]
-            self.ties += [tie for tie in tied if len({id(at(place)) for place in tie}) > 1]
+        @functools.wraps(to_empty)
+        def emptying(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - as the original
+            with self._seeing_ties(module, "to_empty"):
+                result = to_empty(module, *args, **kwargs)
             for tensor in (*module.parameters(), *module.buffers()):
                 self.mark(tensor)
             return result
 
-        nn.Module.to_empty = to_empty  # type: ignore[method-assign,assignment]
+        @functools.wraps(load)
+        def loading(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
+            with self._seeing_ties(module, "load_state_dict(assign=True)"):
+                return load(module, *args, **kwargs)
+
+        nn.Module.to_empty = emptying  # type: ignore[method-assign,assignment]
+        nn.Module.load_state_dict = loading  # type: ignore[method-assign,assignment]
         return self
+
+    @contextmanager
+    def _seeing_ties(self, module: nn.Module, by: str) -> Iterator[None]:
+        """Note the ties that the body, a call ``by`` on a module, undoes."""
+        tied = _tied(module)
+        yield
+        self.lost_ties = [tie for tie in self.lost_ties if all(owner() for owner, _ in tie.places)]
+        self.lost_ties += [LostTie(places, by) for places in tied if len({id(at(place)) for place in places}) > 1]
 
     def remove(self) -> None:
         """Mark no more."""
-        nn.Module.to_empty = self._original  # type: ignore[method-assign]
+        nn.Module.to_empty = self._to_empty  # type: ignore[method-assign]
+        nn.Module.load_state_dict = self._load  # type: ignore[method-assign]
 
     @staticmethod
     def mark(tensor: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from workbench.engine._torch import local_of, storage_of
 from workbench.engine.root_checks import clean
 from workbench.errors import shortened
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
+from workbench.protocol.policy import DTYPES
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import CAPACITY, Recorder
 from workbench.trace.schema import Rows
@@ -275,6 +276,58 @@ def _of_pending_sum(scene: _Scene) -> _Finding | None:
     return None
 
 
+def _of_other_dtype(scene: _Scene) -> _Finding | None:
+    """Find a full parameter in the compute dtype of its unit, and a tensor of another dtype that meets it."""
+    for frame in scene.frames:
+        reads = [read for read in _reads(frame) if read.tensor.is_floating_point()]
+        params = [(read, known) for read in reads for known in [scene.owner(read)] if known is not None]
+        for read, known in params:
+            others = [each for each in reads if each.place is None and each.tensor.dtype is not read.tensor.dtype]
+            if others and _is_open(known):
+                return _dtypes_meet(scene, read, known, others[0])
+    return None
+
+
+def _dtypes_meet(scene: _Scene, read: _Read, known: _Known, other: _Read) -> _Finding:
+    wanted, found = (str(each.tensor.dtype).removeprefix("torch.") for each in (read, other))
+    unit = unit_words(known.unit.name)
+    source = _last_output(scene.recorder, known.unit)
+    fix = f"{other.label} = {other.label}.to(torch.{wanted})"
+    if source is not None and not any(param.parts for param in source.params):
+        name = _SHORT.get(wanted, wanted)
+        in_code = f"MixedPrecisionPolicy(..., output_dtype=torch.{wanted})"
+        units = _units_in_code(scene, source)
+        if not source.engine and units:
+            fix = f"%fsdp reshard {units} --mp output={name}, or in code mp_policy={in_code} for unit {source.name!r}"
+        else:
+            fix = f"mp_policy={in_code} for unit {unit_words(source.name)!r}, or {fix}"
+    came = "" if source is None else f", the output of unit {unit_words(source.name)!r}"
+    return _Finding(
+        read.frame,
+        None,
+        f"unit {unit!r} computes in {wanted}, as parameter {known.param.fqn!r}, and {other.label!r} is {found}{came}",
+        fix,
+    )
+
+
+_SHORT = {dtype: short for short, dtype in DTYPES.items()}
+
+
+def _last_output(recorder: Recorder, unit: Unit) -> Unit | None:
+    """Return the unit whose forward ended last, if it is another one."""
+    rows = recorder.newest(CAPACITY)
+    ended = rows[(rows["kind"] == Kind.FORWARD) & (rows["edge"] == Edge.END)]
+    index = int(ended["unit"][-1]) if len(ended) else unit.index
+    return next((each for each in recorder.header.units if each.index == index != unit.index), None)
+
+
+def _units_in_code(scene: _Scene, unit: Unit) -> str:
+    """Return a unit's name from the variable of its model, as ``reshard`` takes it; empty if none is found."""
+    known = next((each for each in scene.known if each.unit.index == unit.index), None)
+    found = None if known is None else _unit_in_code(scene, known)
+    return "" if found is None else re.sub(r"\[(\d+)\]", r".\1", found[0])
+
+
 class _Pattern(NamedTuple):
     """A kind of error: its message, and finders of the reason, the most specific first; the innermost frame counts."""
 
@@ -301,6 +354,7 @@ PATTERNS = (
         _of_a_part,
     ),
     _pattern(r"returned a DTensor", _of_pending_sum),
+    _pattern(r"must have the same dtype|to have the same dtype|expected scalar type", _of_other_dtype),
     _pattern(r"\bnans?\b|not finite|non-?finite", _of_freed),
 )
 """The errors that get a note, by their message."""

@@ -97,7 +97,7 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         variables=found,
         programs=(*rank.scripts.programs, *_functions(found)),
         history=rank.history,
-        ties=rank.emptied.ties,
+        lost_ties=rank.emptied.lost_ties,
         rank=rank.groups.rank,
         world_size=rank.groups.world_size,
         local_world_size=rank.groups.local_world_size,

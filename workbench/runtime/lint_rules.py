@@ -441,17 +441,17 @@ def _holder(target: LintTarget, name: str) -> str:
 
 @rule(Damage.NUMBERS)
 def tie_lost(target: LintTarget) -> Iterator[Finding]:
-    """Parameters that were tied before to_empty, which gave each place memory of its own: they are trained apart."""
-    for places in target.ties:
+    """Parameters that were tied until to_empty or load_state_dict(assign=True) split them: they are trained apart."""
+    for places, by in target.lost_ties:
         names = [_join(target.modules.get(owner), attribute) for place in places for owner, attribute in _owner(place)]
         if len(names) == len(places) and len({id(at(place)) for place in places}) > 1:
             first, *others = names
             again = "; ".join(f"{target.name}.{other} = {target.name}.{first}" for other in others)
             yield Fault(
                 rule="tie-lost",
-                verdict=f"{listed(names)} were tied before to_empty, and are trained apart since",
+                verdict=f"{listed(names)} were tied before {by}, and are trained apart since",
                 evidence=(f"{len(names)} places of one parameter then, each with its own now",),
-                fix=f"after to_empty, before sharding: {again}",
+                fix=f"after {by}, before sharding: {again}",
             )
 
 

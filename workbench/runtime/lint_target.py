@@ -23,7 +23,7 @@ from workbench.events import TORCH_DDP, Param, ParamTensors, Unit
 from workbench.fault import Fault
 from workbench.protocol.commands import UnmanagedState
 from workbench.protocol.lint_reply import RankComparison
-from workbench.runtime.emptied_tensors import Place
+from workbench.runtime.emptied_tensors import LostTie
 from workbench.runtime.model_summary import unmanaged_in
 from workbench.runtime.training_history import OptimizerHistory, TrainingHistory
 from workbench.watch._torch_private import clean as without_wrappers
@@ -97,7 +97,7 @@ class LintTarget:
         variables: all variables of the cells.
         programs: code of the cells' functions and of the script that ran last.
         history: of the training so far.
-        ties: places of parameters, of any model, that were one before ``to_empty``.
+        lost_ties: of parameters of any model.
         rank, world_size, local_world_size: of this rank.
     """
 
@@ -108,7 +108,7 @@ class LintTarget:
     variables: Mapping[str, object]
     programs: tuple[CodeType, ...]
     history: TrainingHistory
-    ties: Sequence[tuple[Place, ...]]
+    lost_ties: Sequence[LostTie]
     rank: int
     world_size: int
     local_world_size: int

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine import FSDPModule
 from workbench.engine._torch import has_grad_hooks
 from workbench.engine.classic import FullyShardedDataParallel
-from workbench.engine.fsdp_state import roots_below, state_of, states_below, units_of
+from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.root_checks import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
@@ -42,7 +42,7 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         bytes_unsharded=sum(size.num_bytes for size in sizes),
         bytes_at_rest=sum(bytes_at_rest(param) for info in infos for param in info.params)
         + sum(size.num_bytes for size in sizes if not size.is_managed),
-        policy=tuple(policy_words(infos, prefetch)),
+        policy=tuple(policy_words(infos, prefetch, _output_dtype(state for _, state in roots_below(model)))),
         optimizers=optimizers,
     )
 
@@ -158,9 +158,15 @@ def _checksum(buffer: torch.Tensor) -> int:
     return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
-    """Return the description of some units, as :func:`describe` does for a model; ``name``: variable on the ranks."""
-    infos = [unit.describe() for unit in units]
+def _output_dtype(states: Iterable[FSDPState]) -> str:
+    """Return the dtype to which modules cast their outputs, as text; empty if none does."""
+    found = {getattr(state.mp_policy, "output_dtype", None) for state in states} - {None}
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+
+
+def describe_unit(name: str, state: FSDPState) -> ShardReply:
+    """Return the description of a part of a model, as :func:`describe` does; ``name``: variable on the ranks."""
+    infos = [unit.describe() for unit in units_of([state])]
     params = [param for info in infos for param in info.params]
     return ShardReply(
         model=name,
@@ -169,7 +175,7 @@ def describe_units(name: str, units: Iterable[FSDPParamGroup]) -> ShardReply:
         num_elements=sum(math.prod(param.global_shape) for param in params),
         bytes_unsharded=sum(math.prod(param.global_shape) * param.itemsize for param in params),
         bytes_at_rest=sum(map(bytes_at_rest, params)),
-        policy=tuple(policy_words(infos)),
+        policy=tuple(policy_words(infos, output=_output_dtype([state]))),
         optimizers=0,
     )
 

@@ -59,7 +59,7 @@ from workbench.runtime.model_summary import (
     bytes_at_rest,
     class_name,
     describe,
-    describe_units,
+    describe_unit,
     sizes_of,
     unit_infos,
 )
@@ -146,7 +146,9 @@ def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Ch
         bytes_unsharded=sum(size.num_bytes for size in sizes),
         bytes_at_rest=sum(bytes_at_rest(param) for unit in units for param in unit.params)
         + sum(size.num_bytes for size in left_out),
-        policy=tuple(policy_words(units, command.prefetch)),
+        policy=tuple(
+            policy_words(units, command.prefetch, DTYPES.get(PrecisionNames.named(command.mp).get("output", ""), ""))
+        ),
         optimizers=len(optimizers),
     )
 
@@ -239,7 +241,7 @@ def _reshard(command: Reshard, rank: RankContext) -> ShardReply:
 def _described_again(command: Reshard, model: nn.Module, only: FSDPState | None) -> ShardReply:
     """Return the description of the model, or of its unit ``only``."""
     if only is not None:
-        return describe_units(command.model, units_of([only]))
+        return describe_unit(command.model, only)
     num_optimizers = len(optimizers_of(model))
     return describe(command.model, model, prefetch=_prefetch.get(model, 0), optimizers=num_optimizers)
 
