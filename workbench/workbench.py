@@ -1005,7 +1005,14 @@ class Workbench:
             self.cursor = None
             return BackReport(sentence="at the newest event")
         self.cursor, sentence = cursors.back(self.trace, self.cursor, n)
-        return BackReport(sentence=sentence)
+        if self.cursor is None:
+            return BackReport(sentence=sentence)
+        return BackReport(
+            sentence=sentence,
+            events_back=self.cursor.events_back,
+            t_ns=self.cursor.t_ns,
+            next_seq=self.cursor.ends,
+        )
 
     @property
     def trace(self) -> Trace:

@@ -78,7 +78,8 @@ def test_a_rank_without_the_event_is_cut_by_time_between_those_it_shares():
 
 def test_back_moves_by_events_and_stays_at_the_first():
     cursor, sentence = back(TRACE, None, 1)
-    assert "1 events before the newest" in sentence
+    assert ": 1 event before the newest" in sentence
+    assert cursor.events_back == 1
     further, _ = back(TRACE, cursor, 1)
     assert further.t_ns <= cursor.t_ns
     assert back(TRACE, None, 2)[0] == further

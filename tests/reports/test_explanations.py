@@ -360,13 +360,36 @@ def test_times_of_a_device_are_explained():
     assert explain(clean, "peak").answer.fix == "%fsdp reshard model --offload"
 
 
-def test_a_number_is_a_rank_if_there_is_one_else_a_unit():
+def test_a_number_that_is_a_unit_and_a_rank_is_refused():
+    """On fewer ranks the same line would be about the unit."""
     trace = simulate(CLEAN)
     units = tuple(replace(unit, name=f"{unit.index + 1}") for unit in trace.header.units)
     numbered = Trace(replace(trace.header, units=units), trace.ranks)
-    assert explain(numbered, "1").subject == "rank 1"
+    with pytest.raises(UsageError, match="1 is a unit and a rank: %fsdp explain unit 1, or %fsdp explain rank 1"):
+        explain(numbered, "1")
+    assert explain(numbered, "0").subject == "rank 0"
     assert explain(numbered, "unit", "1").subject == "1"
     assert explain(numbered, "2").subject == "2"
+
+
+def test_forwards_without_a_step_are_told_from_a_trace_without_any():
+    trace = simulate(replace(CLEAN, steps=1))
+    parts = []
+    for part in trace.ranks:
+        rows = part.rows[part.rows["kind"] != Kind.STEP].copy()
+        rows["step"], rows["seq"] = -1, np.arange(len(rows))
+        parts.append(RankTrace(part.rank, rows))
+    with pytest.raises(UsageError, match=r"only forwards without a training step .*%fsdp explain .*%fsdp step 5"):
+        explain(Trace(trace.header, tuple(parts)), "", is_live=True)
+
+
+def test_the_size_of_what_ranks_keep_after_forward_is_told():
+    trace = simulate(replace(CLEAN, num_ranks=4))
+    units = tuple(replace(unit, reshard_after_forward=2) for unit in trace.header.units)
+    resharded = explain(Trace(replace(trace.header, units=units), trace.ranks), "blocks.1").answer.evidence
+    whole = explain(trace, "blocks.1").answer.evidence
+    assert any("; from forward to backward, 1 of 2: " in line for line in resharded)
+    assert not any("from forward to backward" in line for line in whole)
 
 
 # ---- what is missing

@@ -118,6 +118,9 @@ def test_comms_counts_and_compares():
     gathers = [row for row in found["rows"] if row["kind"] == "all_gather"]
     assert [row["unit"] for row in gathers] == ["(root)", "blocks.0", "blocks.1"]
     assert sum(row["calls"] for row in gathers) == sum(row["expected_calls"] for row in gathers) == 5
+    total = next(each for each in found["totals"] if each["kind"] == "all_gather")
+    assert (total["ranks"], total["calls"], total["expected_calls"]) == ([0, 1], 5, 5)
+    assert total["num_bytes"] == sum(row["num_bytes"] for row in gathers)
     one = check(numbers("comms", TRACE, unit="blocks.1", step=0))
     assert ({row["unit"] for row in one["rows"]}, one["step"]) == ({"blocks.1"}, 0)
 

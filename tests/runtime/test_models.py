@@ -7,6 +7,7 @@ from tests.helpers.booted_ranks import execute, prepare, run
 from tests.runtime.test_verify import joined, recorded
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training
+from workbench.runtime import rank as rank_module
 from workbench.runtime import shard_planning
 from workbench.trace.invariants import check
 from workbench.views import draw
@@ -28,6 +29,20 @@ def two_models():
     execute(Shard(model="model", wrap=("Block",)))
     losses = execute(Step(count=2))["losses"]
     return first, recorded(), losses
+
+
+def deleted():
+    ns = prepare()
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step(count=1))
+    for name in ("model", "opt", "train_step"):
+        del ns[name]
+    rank_module._after_cell(None)
+    return any(unit.in_use for unit in rank_module._this_rank().recorder.header.units)
+
+
+def test_a_model_that_a_cell_deletes_is_gone_after_it():
+    assert run(2, deleted) == [False, False]
 
 
 def sizes_within_a_step(api):

@@ -276,8 +276,13 @@ def test_only_as_many_rows_as_a_trace_may_have_are_kept_in_memory(tmp_path, monk
     trace = without_clocks(example_trace(num_ranks=2, num_units=3, steps=4))
     write_all(tmp_path, trace, slices=[slice(at, at + 37) for at in range(0, 2000, 37)])
     monkeypatch.setattr(read_recording, "MAX_ROWS", 301)
-    found = read(tmp_path).trace
+    recording = read(tmp_path)
+    found = recording.trace
     assert found.ranks == tuple(part.cut(part.end_seq - 150, part.end_seq) for part in trace.ranks)
+    first = found.ranks[0].rows["step"][0]
+    assert recording.notes == (
+        f"a trace holds 301 events: the newest 150 of each rank are shown, from step {first} on",
+    )
 
 
 # ---- what cannot be written

@@ -57,6 +57,12 @@ def test_title_and_subtitle_total_the_bytes_at_rest():
     assert "1 empty shard" in subtitle(fig)
 
 
+def test_parameters_in_no_unit_are_named_as_not_counted():
+    header = Header(world_size=4, units=(make_unit(make_param((8,), 4)),), unmanaged=("model.scale",))
+    assert "not counted, as they are in no unit: model.scale" in subtitle(layout(Trace(header, ())))
+    assert "no unit" not in subtitle(layout(Trace(replace(header, unmanaged=()), ())))
+
+
 def test_without_padding_nothing_is_hatched():
     fig = layout(trace_of(make_unit(make_param((8,), 4)), world_size=4))
     assert {trace.name for trace in fig.data if trace.type == "bar"} == {"held"}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.events import BESIDE, Edge, Kind, Phase
+from workbench.fault import plural
 from workbench.replay import training
 from workbench.replay.alignment import same_events
 from workbench.replay.grouping import label
@@ -30,10 +31,12 @@ class Cursor:
     Attributes:
         t_ns: time of the end on the lowest rank, in nanoseconds: where pictures over time draw a line.
         ends: by rank, ``seq`` of its first row that is not shown.
+        events_back: events of the lowest rank from there to the newest when the cursor was set.
     """
 
     t_ns: int
     ends: Mapping[int, int]
+    events_back: int = 0
 
 
 def cut(trace: Trace, cursor: Cursor) -> Trace:
@@ -63,14 +66,16 @@ def back(trace: Trace, cursor: Cursor | None, count: int) -> tuple[Cursor | None
     number = max(here - 1 - count, 0)
     place = int(events[number])
     ends = {r.rank: _end(lead, times, place, r) for r in trace.ranks}
+    left = len(events) - 1 - number
     found = Cursor(
-        t_ns=int(times[place]), ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()}
+        t_ns=int(times[place]),
+        ends={rank: trace.rank(rank).start.seq + end for rank, (end, _) in ends.items()},
+        events_back=left,
     )
     there = [rank for rank, (_, is_same) in ends.items() if is_same]
     others = "".join(f"; {label([rank])} has no such event" for rank in ends if rank not in there)
-    left = len(events) - 1 - number
     where = f"{label(there)} after {_event_text(trace, lead.rows[place])}{_of_model(trace, lead, place)}{others}"
-    return found, f"{where}: {left:,} events before the newest; %fsdp back 0 returns to it"
+    return found, f"{where}: {plural(left, 'event')} before the newest; %fsdp back 0 returns to it"
 
 
 def _end(lead: RankTrace, times: Ints, place: int, other: RankTrace) -> tuple[int, bool]:

@@ -120,8 +120,17 @@ def _sizes(unit: Unit) -> str:
     )
     return (
         f"full parameters: {format_bytes(full)} in {unit.compute_dtype}; a shard, 1 of {unit.shard_size}: "
-        f"{format_bytes(shard)}"
+        f"{format_bytes(shard)}{_after_forward(unit, shard)}"
     )
+
+
+def _after_forward(unit: Unit, shard: int) -> str:
+    """Return what a rank holds between forward and backward, if this is a part on fewer ranks; else empty."""
+    size = unit.reshard_after_forward
+    if isinstance(size, bool):
+        return ""
+    part = shard * unit.shard_size // size * unit.compute_itemsize // unit.params[0].itemsize
+    return f"; from forward to backward, 1 of {size}: {format_bytes(part)}"
 
 
 def _exposed(study: StepStudy, unit: Unit) -> Evidence:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from workbench.errors import UsageError
-from workbench.events import Unit, unit_words
+from workbench.events import Kind, Unit, unit_words
 from workbench.fault import Fault
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import ranges
@@ -49,14 +49,15 @@ def explain(
     Args:
         trace: what happened.
         subject: ``peak``, ``step``, ``wait``, a unit, a rank such as ``1``, or ``rank`` or ``unit`` with ``which``;
-            empty: what matters most. A number is a rank if there is such a rank.
+            empty: what matters most.
         which: the rank or the unit, after ``rank`` or ``unit``.
         step: which step; None: the newest.
         models: the variables that hold models.
         is_live: whether ranks run, so that a fix may be a line for them.
 
     Raises:
-        UsageError: nothing is recorded, or the trace has no such step, unit or rank; the message says what to type.
+        UsageError: nothing is recorded, the trace has no such step, unit or rank, or a number is the name of a unit
+            and a rank; the message says what to type.
     """
     if not trace.num_rows:
         raise UsageError("nothing is recorded yet, so nothing can be explained: %fsdp shard MODEL, then %fsdp step 5")
@@ -69,7 +70,7 @@ def explain(
     if subject in {"rank", "unit"} and not which:
         example = "rank 1" if subject == "rank" else "unit blocks.0"
         raise UsageError(f"explain {subject} needs to know which one: %fsdp explain {example}")
-    if subject == "rank" or (subject.isdecimal() and not which and not _is_only_a_unit(trace, subject)):
+    if subject == "rank" or (subject.isdecimal() and not _is_a_unit(trace, subject)):
         rank = _rank(trace, which or subject)
         _check_steps(study)
         return explain_rank(study, rank)
@@ -87,14 +88,31 @@ ANSWERS: dict[str, Callable[[StepStudy], ExplainReport]] = {
 def _check_steps(study: StepStudy) -> None:
     if study.has_steps:
         return
+    if any((part.rows["kind"] == Kind.FORWARD).any() for part in study.trace.ranks):
+        raise UsageError(
+            "only forwards without a training step are recorded, as of an evaluation under torch.no_grad(); of those, "
+            f"units can be explained: %fsdp explain {_first_unit(study.trace)}"
+            + ("; to train: %fsdp step 5" if study.is_live else "")
+        )
     if study.is_live:
         raise UsageError("no training step is recorded yet, so nothing can be explained: %fsdp step 5")
     raise UsageError("the trace has no training step; only units can be explained: %fsdp explain UNIT")
 
 
-def _is_only_a_unit(trace: Trace, text: str) -> bool:
-    """Return whether a number is the name of a unit and no rank."""
-    return any(unit.name == text for unit in trace.header.units) and int(text) not in {r.rank for r in trace.ranks}
+def _first_unit(trace: Trace) -> str:
+    return next((unit_words(unit.name) for unit in trace.header.units if unit.in_use), "UNIT")
+
+
+def _is_a_unit(trace: Trace, text: str) -> bool:
+    """Return whether a number is the name of a unit, or else a rank.
+
+    Raises:
+        UsageError: it is both: with fewer ranks, the same line would mean something else.
+    """
+    is_unit = any(unit.name == text and unit.in_use for unit in trace.header.units)
+    if is_unit and int(text) in {each.rank for each in trace.ranks}:
+        raise UsageError(f"{text} is a unit and a rank: %fsdp explain unit {text}, or %fsdp explain rank {text}")
+    return is_unit
 
 
 def _rank(trace: Trace, text: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from workbench.events import Edge, Kind, Phase, unit_words
 from workbench.fault import Fault
@@ -312,11 +312,17 @@ class BackReport(Report):
 
     Attributes:
         sentence: its new position.
+        events_back: events of the lowest rank between it and the newest; 0: it is at the newest.
+        t_ns: its time on the lowest rank; None: it is at the newest event.
+        next_seq: the number of the first event that is not shown, by rank; empty at the newest event.
     """
 
     internal = ("sentence",)
 
     sentence: str
+    events_back: int = 0
+    t_ns: int | None = None
+    next_seq: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def headline(self) -> str:

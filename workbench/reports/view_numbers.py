@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -434,6 +434,58 @@ class CollectiveCount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CollectiveTotal:
+    """All collectives of one kind that a rank took part in, of ranks with the same numbers.
+
+    Attributes:
+        kind: the kind.
+        ranks: the ranks.
+        calls: how many.
+        num_bytes: sum of their payloads.
+        sent_bytes: what a rank sends for them on a ring.
+        expected_calls: as the sharding makes necessary; those without an expected number do not count.
+        expected_bytes: likewise.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    calls: int
+    num_bytes: int
+    sent_bytes: float
+    expected_calls: int
+    expected_bytes: int
+
+
+def _totals_of(rows: Sequence[CollectiveCount]) -> tuple[CollectiveTotal, ...]:
+    """Return the sums over the units, by kind and ranks."""
+    alike: dict[tuple[Kind, int, int, float, int, int], list[int]] = {}
+    for kind in dict.fromkeys(row.kind for row in rows):
+        own = [row for row in rows if row.kind == kind]
+        for rank in sorted({rank for row in own for rank in row.ranks}):
+            of_rank = [row for row in own if rank in row.ranks]
+            sums = (
+                sum(row.calls for row in of_rank),
+                sum(row.num_bytes for row in of_rank),
+                sum(row.sent_bytes for row in of_rank),
+                sum(row.expected_calls or 0 for row in of_rank),
+                sum(row.expected_bytes or 0 for row in of_rank),
+            )
+            alike.setdefault((kind, *sums), []).append(rank)
+    return tuple(
+        CollectiveTotal(
+            kind=kind,
+            ranks=tuple(ranks),
+            calls=calls,
+            num_bytes=num_bytes,
+            sent_bytes=sent,
+            expected_calls=expected_calls,
+            expected_bytes=expected_bytes,
+        )
+        for (kind, calls, num_bytes, sent, expected_calls, expected_bytes), ranks in alike.items()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommsReport(ViewReport):
     """The collectives of a step, measured and expected.
 
@@ -441,6 +493,7 @@ class CommsReport(ViewReport):
         step: the step; None: no step has begun.
         clock: the clock of the times.
         rows: from the top of the model; a unit has several rows for a kind if ranks differ.
+        totals: their sums over the units.
     """
 
     computed = (*ViewReport.computed, "as_expected")
@@ -448,6 +501,7 @@ class CommsReport(ViewReport):
     step: int | None
     clock: ClockSource
     rows: tuple[CollectiveCount, ...]
+    totals: tuple[CollectiveTotal, ...]
 
     @property
     def as_expected(self) -> bool | None:
@@ -459,13 +513,13 @@ class CommsReport(ViewReport):
 def _comms(trace: Trace, words: dict[str, str], *, step: int | None = None, unit: str | None = None) -> CommsReport:
     header = trace.header
     if window(trace, step, 1).last < 0:
-        return CommsReport(**words, step=None, clock=ClockSource.HOST, rows=())
+        return CommsReport(**words, step=None, clock=ClockSource.HOST, rows=(), totals=())
     shown, found, clock = comparisons(trace, step)
     places = {index: place for place, index in enumerate(model_order(header))}
     chosen = {each.index for each in meant(header.units, unit)}
     rows = sorted(found, key=lambda row: places.get(row.unit, len(places)))
     counts = tuple(_count(header, row) for row in rows if unit is None or row.unit in chosen)
-    return CommsReport(**words, step=shown, clock=clock, rows=counts)
+    return CommsReport(**words, step=shown, clock=clock, rows=counts, totals=_totals_of(counts))
 
 
 def _count(header: Header, row: Comparison) -> CollectiveCount:

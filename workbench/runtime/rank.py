@@ -8,6 +8,7 @@ main thread.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ class RankRuntime:
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
         faulty_steps: the steps taken while faults were on that have been removed.
+        models: ids of the modules that variables held when models were announced last.
     """
 
     groups: ProcessGroups
@@ -107,6 +109,7 @@ class RankRuntime:
     commands: int = 0
     fault: ActiveFault | None = None
     faulty_steps: set[int] = field(default_factory=set)
+    models: set[int] = field(default_factory=set)
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
@@ -131,8 +134,14 @@ class RankRuntime:
             self.doing = ""
 
     def note_models(self) -> None:
-        """Announce the units of models, and what no engine manages."""
-        self.watch.note(outermost({name: find_module(name) for name in module_names()}).values())
+        """Announce the units of models, which of them are gone, and what no engine manages."""
+        models = {name: find_module(name) for name in module_names()}
+        now = {id(model) for model in models.values()}
+        if self.models - now:
+            gc.collect()  # modules, hooks and parameters of a model refer to each other
+        self.models = now
+        self.watch.note(outermost(models).values())
+        self.recorder.note_gone()
         self.trainer.note_models()
 
     def account_optimizers(self) -> None:

@@ -212,6 +212,13 @@ class RecordingReader:
             yield from reader.notes.values()
             if rank in self._left_out:
                 yield self._left_out[rank]
+        trimmed = [rank for rank, reader in self._readers.items() if reader.is_trimmed and rank in self._offsets]
+        if trimmed:
+            first = self._builder.snapshot().rank(trimmed[0]).rows["step"]
+            yield (
+                f"a trace holds {MAX_ROWS:,} events: the newest {len(first):,} of each rank are shown, from step "
+                f"{int(first[0]) if len(first) else 0} on"
+            )
 
     def _recording(self) -> Recording:
         shown = {rank: self._readers[rank] for rank in self._offsets}
@@ -291,6 +298,9 @@ class _RankReader:
     Args:
         rank: its number, from the names of the files.
         max_rows: number of the newest rows to keep.
+
+    Attributes:
+        is_trimmed: whether the files have had older rows too.
     """
 
     def __init__(self, rank: int, max_rows: int) -> None:
@@ -309,6 +319,7 @@ class _RankReader:
         self._max_rows = max_rows
         self._first = KeyFrame()  # the state before the rows
         self._lost = 0
+        self.is_trimmed = False
         self._pieces: deque[Rows] = deque()
         self._num_rows = 0
         self._next_seq = 0
@@ -432,6 +443,7 @@ class _RankReader:
         self._num_rows, self._next_seq = self._num_rows + len(rows), after
         while self._num_rows - len(self._pieces[0]) >= self._max_rows:
             self._first = advance(self._first, self._pieces[0])
+            self.is_trimmed = True
             self._num_rows -= len(self._pieces.popleft())
 
     def take_trace(self) -> Trace:
@@ -439,6 +451,7 @@ class _RankReader:
         rows = np.concatenate(self._pieces) if self._pieces else np.empty(0, ROW_DTYPE)
         more = max(len(rows) - self._max_rows, 0)
         start = advance(self._first, rows[:more]) if more else self._first
+        self.is_trimmed = self.is_trimmed or more > 0
         found = RankTrace(self.rank, rows[more:], start, self._lost)
         self._pieces.clear()
         self._num_rows, self._first = 0, advance(start, found.rows)

@@ -173,6 +173,9 @@ def _subtitle(header: Header, total: Totals, num_left_out: int) -> str:
         _policy_of_all(header).removeprefix(", "),
         f"each rank keeps {format_share(total.bytes_at_rest / whole, 1)} of the full parameters between uses",
         waste if total.bytes_wasted else "no padding",
+        f"not counted, as they are in no unit: {theme.shorten(', '.join(header.unmanaged))}"
+        if header.unmanaged
+        else "",
         f"{plural(total.num_empty, 'empty shard')}{each}" if total.num_empty else "",
         _in_training(header),
         f"{plural(num_left_out, 'small parameter')} not drawn" if num_left_out else "",
