@@ -300,8 +300,8 @@ def test_the_peak_names_rank_moment_units_and_knob():
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        (OWN_ENGINE, "%fsdp reshard model --reshard-after-forward auto"),
-        (TORCH_FULLY_SHARD, "model.set_reshard_after_forward(True)"),
+        (OWN_ENGINE, "%fsdp reshard MODEL --reshard-after-forward auto"),
+        (TORCH_FULLY_SHARD, "MODEL.set_reshard_after_forward(True)"),
         (TORCH_CLASSIC, "sharding_strategy=ShardingStrategy.FULL_SHARD"),
     ],
 )
@@ -357,7 +357,7 @@ def test_times_of_a_device_are_explained():
     assert any(line.startswith("most of it in blocks.0: rank 1 takes 20") for line in found.answer.evidence)
     clean = on_devices(simulate(CLEAN))
     assert explain(clean).answer.rule == "nothing"
-    assert explain(clean, "peak").answer.fix == "%fsdp reshard model --offload"
+    assert explain(clean, "peak").answer.fix == "%fsdp reshard MODEL --offload"
 
 
 def test_a_number_that_is_a_unit_and_a_rank_is_refused():

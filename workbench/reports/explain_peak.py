@@ -16,6 +16,7 @@ from workbench.replay.unit_history import UnitCause, UnitEvent, UnitHistory, his
 from workbench.replay.units import unit_name
 from workbench.reports.explain_report import Evidence, ExplainReport, PeakSaving, Picture, marks_in
 from workbench.reports.step_study import StepStudy
+from workbench.reports.step_text import model_of
 from workbench.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
@@ -130,12 +131,6 @@ _PRICES = {
     Knob.OFFLOAD: "for copies between host and device in each step",
     Knob.SMALLER_UNITS: "for more and smaller collectives",
 }
-
-
-def model_of(unit: Unit, models: Sequence[ModelInfo]) -> str:
-    """Return the variable that holds a unit's model; ``model`` if it is unknown."""
-    holders = sorted(models, key=lambda model: -len(model.units))
-    return next((model.name for model in holders if unit.index in model.units), "model")
 
 
 def module_words(unit: Unit, models: Sequence[ModelInfo]) -> str:

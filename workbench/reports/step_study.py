@@ -121,7 +121,7 @@ class StepStudy:
         """Units whose gradients were not reduced as a fault, or else the slow rank; None if there is neither."""
         unreduced = unreduced_units(self.trace, self.timed)
         if unreduced:
-            return unreduced_fault(self.header, unreduced, self.timed)
+            return unreduced_fault(self.header, self.models, unreduced, self.timed)
         if self.slow is None:
             return None
         return slow_rank_fault(self.slow, self.fault_evidence, is_live=self.is_live)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.events import Kind
+from workbench.events import Kind, Unit
 from workbench.fault import Fault, listed
+from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.event_marks import EventMark, mark_in_step, mark_of_wait
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.grouping import label, ranges
@@ -93,11 +94,20 @@ def slow_rank_fault(slow: SlowRank, evidence: Evidence, *, is_live: bool) -> Fau
     )
 
 
-def unreduced_fault(header: Header, unreduced: Mapping[int, Sequence[int]], step: int) -> Fault:
+def model_of(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return the variable that holds a unit's model; ``MODEL`` if it is unknown, as on an opened trace."""
+    holders = sorted(models, key=lambda model: -len(model.units))
+    return next((model.name for model in holders if unit.index in model.units), "MODEL")
+
+
+def unreduced_fault(
+    header: Header, models: Sequence[ModelInfo], unreduced: Mapping[int, Sequence[int]], step: int
+) -> Fault:
     """Return units whose gradients were not reduced as a fault.
 
     Args:
         header: of the trace.
+        models: the variables that hold models.
         unreduced: ranks on which this is so, by unit.
         step: number of the step.
     """
@@ -108,8 +118,8 @@ def unreduced_fault(header: Header, unreduced: Mapping[int, Sequence[int]], step
         rule="no-sync-left-on",
         verdict=f"gradients of {units} were not reduced before the optimizer stepped, in {step_name(step)}",
         evidence=(f"{ranks}: {units} had a backward and 0 reductions, and full gradients were left",),
-        fix="run the last backward before optimizer.step() with model.set_requires_gradient_sync(True), or outside "
-        "no_sync()",
+        fix=f"run the last backward before optimizer.step() with {model_of(header.units[min(unreduced)], models)}."
+        "set_requires_gradient_sync(True), or outside no_sync()",
     )
 
 
