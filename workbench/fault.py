@@ -54,11 +54,6 @@ def listed(paths: Sequence[str]) -> str:
     return ", ".join(n if len(n) <= _MAX_LETTERS else f"{n[:half]}...{n[3 - half :]}" for n in names)
 
 
-def plural(count: int, noun: str) -> str:
-    """Return ``"1 rank"``, ``"4 ranks"``, ``"12,000 events"``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 # ---- state of a sharded model that no engine manages
 
 

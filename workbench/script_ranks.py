@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
 
@@ -163,14 +164,10 @@ class ScriptRanks:
         until = time.monotonic() + (0 if at_once else END_S)
         for rank in self._ranks.values():
             with rank.process as process:
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(max(until - time.monotonic(), 0))
-                except subprocess.TimeoutExpired:
-                    pass
-                try:
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
             os.close(rank.answers)
         self._selector.close()
 
@@ -185,10 +182,8 @@ class ScriptRanks:
         for number, rank in self._ranks.items():
             rank.reply = None
             request = {"function": function, "given": given[number if len(given) > 1 else 0]}
-            try:
+            with suppress(BrokenPipeError):  # its end is noticed below
                 rank.requests.write(f"{json.dumps(request)}\n".encode())
-            except BrokenPipeError:
-                pass  # its end is noticed below
         failures: dict[int, Failure] = {}
         patience = None
         try:

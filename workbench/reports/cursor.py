@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.events import BESIDE, Edge, Kind, Phase
-from workbench.fault import plural
 from workbench.replay import training
 from workbench.replay.alignment import same_events
 from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.reports.stop_positions import event_words, unit_names
+from workbench.text_formats import plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 from workbench.engine import FSDPModule
 from workbench.engine.full_param import local_tensor
 from workbench.events import TORCH_FULLY_SHARD, Param, ParamTensors, Unit, unit_words
-from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed, plural
+from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
@@ -46,6 +46,7 @@ from workbench.runtime.lint_target import (
     rule,
 )
 from workbench.runtime.model_summary import class_name
+from workbench.text_formats import plural
 from workbench.watch._torch_private import checkpoint_wrappers_below
 from workbench.watch._torch_private import clean as without_wrappers
 

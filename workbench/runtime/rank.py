@@ -295,9 +295,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     scripts = ScriptRunner(membership, recorder, trainer)
     emptied, watch = EmptiedTensors().install(), Watch().begin()
     history = history_of(recorder, watch).install()
-    _runtime = RankRuntime(
-        process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, history, hooks
-    )
+    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, history, hooks)
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
