@@ -251,10 +251,9 @@ def graded_cell(cell: NotebookNode) -> tuple[ExpectedCheck, ...] | None:
     return tuple(replace(check, points=check.points * points / total) for check in found)
 
 
-def _is_worth(points: object) -> bool:
+def _is_worth(points: object) -> TypeGuard[float]:
     """Return whether ``points`` is a number that a check can be worth."""
-    is_number = isinstance(points, int | float) and not isinstance(points, bool)
-    return is_number and math.isfinite(points) and points >= 0
+    return type(points) in {int, float} and math.isfinite(points) and points >= 0  # type: ignore[arg-type,operator]
 
 
 def _nbgrader(cell: NotebookNode) -> Mapping[str, Any]:

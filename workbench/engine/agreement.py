@@ -108,8 +108,9 @@ def describe_state(state: Mapping[str, Any] | None) -> str:
 
 def _described(value: object) -> str:
     """Describe a value of an optimizer's state; a number, such as that of its steps, by its value."""
-    is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and not isinstance(value, DTensor)
-    return f"{describe(value)} {value.item()!r}" if is_number and not value.is_meta else describe(value)
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.ndim == 0 and not value.is_meta:
+        return f"{describe(value)} {value.item()!r}"
+    return describe(value)
 
 
 def describe(value: object) -> str:
