@@ -1,5 +1,7 @@
 """Models that torch's own FSDP shards, in the cells of a notebook: stopped, inspected, given up and continued."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from tests.helpers.booted_ranks import drain, execute, namespace, run
 from tests.helpers.stopped_step import Channel, Meeting, beside
 from tests.helpers.watched import make_blocks, shard_by_torch
 from tests.runtime.test_gate import trace_of
+from workbench import engine
+from workbench.engine.classic import FullyShardedDataParallel as OwnWrapper
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard
@@ -170,6 +174,62 @@ def test_a_step_of_replicas_that_is_given_up_leaves_a_model_that_trains_on():
         assert first + after == expected[rank]
         assert "the user gave up" in error
         assert broken == []
+
+
+def shard_by_ours(model):
+    for module in (*list(model)[:-1], model):
+        engine.fully_shard(module, mesh=namespace()["mesh"])
+    return model
+
+
+def wrap_by_ours(model):
+    policy = ModuleWrapPolicy([nn.Sequential])
+    return OwnWrapper(model, device_mesh=namespace()["mesh"], auto_wrap_policy=policy, use_orig_params=True)
+
+
+def not_yet_run(_):
+    return []
+
+
+def run_once(_):
+    return execute(Step())["losses"]
+
+
+def inside_a_step(ns):
+    whole = ns["train_step"]
+
+    def train_step():
+        ns["model"](torch.randn(8, 16, generator=ns["data"])).square().mean()
+        raise ZeroDivisionError
+
+    ns["train_step"] = train_step
+    with pytest.raises(ZeroDivisionError):
+        execute(Step())
+    ns["train_step"] = whole
+    return []
+
+
+SHARDED = (shard_by_ours, wrap_by_ours, shard_by_torch, wrap_by_torch, replicate_by_torch)
+
+
+def renewed_at_any_time():
+    wrong = []
+    for shard, reach in itertools.product(SHARDED, (not_yet_run, run_once, inside_a_step)):
+        losses = []
+        for is_renewed in (False, True):
+            ns = prepare(shard)
+            first = reach(ns)
+            if is_renewed:
+                rank_module.recover(f"{shard.__name__} {reach.__name__}")
+            ns["data"].manual_seed(ns["rank"])
+            losses.append(first + execute(Step(count=2))["losses"])
+        if losses[0] != losses[1]:
+            wrong.append((shard.__name__, reach.__name__, losses))
+    return wrong
+
+
+def test_every_kind_of_model_trains_on_after_an_abort_run_or_not():
+    assert run(2, renewed_at_any_time) == [[], []]
 
 
 def refused(shard):
