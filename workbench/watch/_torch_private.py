@@ -719,8 +719,8 @@ def forget_iteration(handle: Handle) -> None:
         setattr(handle, name, False)
     flat: Any = handle.flat_param
     flat._post_backward_called = False
-    for param in {flat, *held_of(handle)}:
-        param.grad = None
+    for each in {flat, *held_of(handle)}:
+        each.grad = None
     hooked = flat.__dict__.pop("_post_backward_hook_state", None)
     if hooked is not None:
         hooked[-1].remove()
