@@ -66,6 +66,7 @@ def remove(rank: RankContext) -> FaultReply | None:
         return None
     active, rank.fault = rank.fault, None
     active.held.close()
+    rank.history.forget()
     rank.faulty_steps.update(range(active.first_step, rank.recorder.next_step))
     kind = KINDS[active.reply.name]
     restored = "parameters and optimizer state are those from before the fault"

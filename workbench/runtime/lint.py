@@ -116,13 +116,10 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
         placed = (getattr(owner, name, None) for each in tensors for owner, name in each.places)
         return any(id(each) in ids for each in (*(each.shard for each in tensors), *placed))
 
-    def survives(index: int) -> bool:
-        return any(each.info.index == index and keeps_gradients(each.info) for each in known())
-
     return TrainingHistory(
         unreduced=lambda: (*unreduced_units(), *watch.unreduced()),
         held=held,
-        survives=survives,
+        survives=lambda index: keeps_gradients(recorder.header.units[index]),
         copies=lambda: copied_places(known()),
         is_aside=lambda: recorder.is_aside,
     )

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -118,12 +117,12 @@ class TrainingHistory:
         self._undo: list[tuple[object, str, object]] = []
         self._handle: RemovableHandle | None = None
         self._drawn: tuple[weakref.ref[DistributedSampler[Any]], _Pass] | None = None  # the newest row
-        self.optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerHistory] = weakref.WeakKeyDictionary()
-        self.samplers: weakref.WeakKeyDictionary[DistributedSampler[Any], SamplerHistory] = weakref.WeakKeyDictionary()
         self.forget()
 
     def forget(self) -> None:
-        """Forget what an earlier program did; what happened to objects that still live stays."""
+        """Forget what happened so far, in an earlier program or under an injected fault."""
+        self.optimizers: weakref.WeakKeyDictionary[Optimizer, OptimizerHistory] = weakref.WeakKeyDictionary()
+        self.samplers: weakref.WeakKeyDictionary[DistributedSampler[Any], SamplerHistory] = weakref.WeakKeyDictionary()
         self.counters: dict[str, set[int]] = {}
         self.rng_before: int | None = None
         self.copies: list[tuple[Place, Place]] = []
@@ -137,7 +136,6 @@ class TrainingHistory:
         self._wrap(DistributedSampler, "__iter__", self._iterate)
         self._wrap(DistributedSampler, "set_epoch", self._set_epoch)
         self._wrap(torch, "load", self._load)
-        self._wrap(dcp, "load", self._load_in_place)
         for module in (torch, torch.random):
             self._wrap(module, "set_rng_state", self._set_rng_state)
         return self
@@ -234,17 +232,9 @@ class TrainingHistory:
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = original(*args, **kwargs)
-        self._note_checkpoint(found)
-        return found
-
-    def _load_in_place(self, original: Callable[..., Any], state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(state_dict, *args, **kwargs)
-        self._note_checkpoint(state_dict)
-        return found
-
-    def _note_checkpoint(self, value: object) -> None:
-        for key, number in _counters(value):
+        for key, number in _counters(found):
             self.counters.setdefault(key, set()).add(number)
+        return found
 
     def _set_rng_state(self, original: Callable[..., Any], new_state: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2).f_globals.get("__name__", "")
