@@ -76,7 +76,7 @@ EXPECTED = {
         "opt (AdamW) holds 1 parameter that",
         "in no optimizer: head.weight, head.bias",
     ),
-    "state_left_behind": ("parameters-replaced", "42 entries of state, 21 parameters"),
+    "state_left_behind": ("parameters-replaced", "entries of state: 42, parameters in its groups: 21"),
     "method_of_a_part": ("method-without-hooks", "Outer.features uses self.net.encode: self.embed of unit (root)"),
     "call_of_a_part": ("method-without-hooks", "model.net.embed() computes", "is a part of unit (root)", "METHOD"),
     "hook_never_called": ("hook-never-called", "head.weight", "register_post_accumulate_grad_hook"),

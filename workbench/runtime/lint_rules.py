@@ -117,7 +117,7 @@ def parameters_replaced(target: LintTarget) -> Iterator[Finding]:
                 rule="parameters-replaced",
                 verdict=f"the state of {name} belongs to {plural(len(left), 'parameter')} that it no longer holds, "
                 "so it began anew with those that it holds",
-                evidence=(f"{len(optimizer.state)} entries of state, {len(held)} parameters in its groups",),
+                evidence=(f"entries of state: {len(optimizer.state)}, parameters in its groups: {len(held)}",),
                 fix=f"make {name} after sharding, and load its state with torch.distributed.checkpoint.state_dict."
                 "set_optimizer_state_dict, which finds parameters by name",
             )

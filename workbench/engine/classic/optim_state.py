@@ -334,8 +334,8 @@ class NamedParams:
         lost = [param for param in held if param not in self.names]
         if lost:
             raise ValueError(
-                f"the optimizer holds {len(lost)} parameters that are not in {type(model).__name__}, one of shape "
-                f"{list(lost[0].shape)}: create it from model.parameters() after wrapping"
+                f"the optimizer holds parameters that are not in {type(model).__name__}, {len(lost)} in all, one of "
+                f"shape {list(lost[0].shape)}: create it from model.parameters() after wrapping"
             )
         return {param: self.registered[param] if is_named else i for i, param in enumerate(held)}
 
