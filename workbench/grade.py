@@ -19,7 +19,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import nbformat
 import psutil
@@ -253,7 +253,9 @@ def graded_cell(cell: NotebookNode) -> tuple[ExpectedCheck, ...] | None:
 
 def _is_worth(points: object) -> TypeGuard[float]:
     """Return whether ``points`` is a number that a check can be worth."""
-    return type(points) in {int, float} and math.isfinite(points) and points >= 0  # type: ignore[arg-type,operator]
+    if isinstance(points, bool) or not isinstance(points, int | float):
+        return False
+    return math.isfinite(points) and points >= 0
 
 
 def _nbgrader(cell: NotebookNode) -> Mapping[str, Any]:
@@ -273,7 +275,7 @@ def _checks_in(source: str) -> Iterator[ExpectedCheck]:
         name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
         if name == "check" and call.args and isinstance(call.args[0], ast.Constant):
             points = next((each.value for each in call.keywords if each.arg == "points"), None)
-            worth = points.value if isinstance(points, ast.Constant) else 1
+            worth: object = points.value if isinstance(points, ast.Constant) else 1
             yield ExpectedCheck(name=str(call.args[0].value), points=float(worth) if _is_worth(worth) else 1.0)
 
 
