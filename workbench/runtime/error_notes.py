@@ -164,7 +164,8 @@ def _lies_in(tensor: torch.Tensor, shard: object) -> bool:
         return False
     local = local_of(shard) if isinstance(shard, DTensor) else shard
     first = local.storage_offset()
-    return storage_of(tensor) == storage_of(local) and first <= int(tensor.storage_offset()) < first + local.numel()
+    begin = int(tensor.storage_offset())
+    return bool(storage_of(tensor) == storage_of(local) and first <= begin < first + local.numel())
 
 
 def _variables(frame: FrameType) -> Mapping[str, object]:
