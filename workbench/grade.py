@@ -28,6 +28,7 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
 from workbench.cluster import processes
+from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.reaper import Reaper
 from workbench.course.checks import CHECK_MIME, CheckFailed
 from workbench.course.predictions import PREDICTION_MIME, UNATTENDED
@@ -41,6 +42,7 @@ TIMEOUT_S = 1800
 
 Status = Literal["passed", "failed", "not reached"]
 
+_POLL_S = 0.1
 _END_S = 5.0  # for which processes may end by themselves
 
 
@@ -372,24 +374,28 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
     reaper = Reaper(mark)  # ends the processes if this one is killed
     try:
         with (
+            CountInterrupts() as interrupts,  # raised at any other line, Ctrl-C would leave the kernel
             processes.adopting_orphans() as brood,
             notebook_client(notebook, folder, max(int(timeout_s), 1), **options) as client,
         ):
             # in a thread: in the main thread nbclient handles Ctrl-C itself, and leaves the processes of ranks
             threading.Thread(target=run, name="graded notebook").start()
-            try:
-                has_ended.wait()
-            except KeyboardInterrupt:
-                _end_processes(mark, brood, within_s=0)
-                has_ended.wait()
-                raise
-            finally:
-                _end_processes(mark, brood, within_s=_END_S)
+            _wait(has_ended, interrupts, lambda within_s: _end_processes(mark, brood, within_s))
     finally:
         reaper.close(_END_S)
+    if interrupts.count:
+        raise KeyboardInterrupt
     if begun < 0 and problem:
         raise UsageError(f"the notebook did not run: {problem}")
     return problem
+
+
+def _wait(has_ended: threading.Event, interrupts: CountInterrupts, end: Callable[[float], None]) -> None:
+    """Wait until the notebook has ended, also by Ctrl-C, and ``end`` its processes within a number of seconds."""
+    while not has_ended.wait(_POLL_S):
+        if interrupts.count:
+            end(0.0)
+    end(_END_S)
 
 
 def _end_processes(mark: str, brood: Callable[[], set[psutil.Process]], within_s: float) -> None:

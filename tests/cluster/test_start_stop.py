@@ -284,7 +284,7 @@ def test_many_ranks_that_do_not_start_are_listed_after_the_advice(make_cluster, 
 
 
 def test_a_start_has_no_deadline_while_a_process_works(monkeypatch):
-    place, used_s = object.__new__(local_launch.LocalLaunch), iter([2.5, 5.0, 5.5])
+    place, used_s = object.__new__(local_launch.LocalLaunch), iter([2.5, 5.0, 5.1])
     place._watched, place._zygote = {None: None, 0: types.SimpleNamespace(process=psutil.Process())}, None
     place._timeout_s, place._used_s = FOREVER_S, {}
     monkeypatch.setattr(local_launch, "_cpu_s", lambda process: next(used_s))
