@@ -418,6 +418,11 @@ def has_post_accumulate_hooks(param: nn.Parameter) -> bool:
     return bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
+def drop_post_accumulate_hooks(param: nn.Parameter) -> None:
+    """Remove the post-accumulate-grad hooks of ``param``."""
+    (getattr(param, "_post_accumulate_grad_hooks", None) or {}).clear()
+
+
 def has_grad_hooks(param: nn.Parameter) -> bool:
     """Return whether the user has called ``param.register_hook``."""
     return bool(param._backward_hooks)

@@ -79,8 +79,11 @@ def module_names() -> list[str]:
     return sorted(k for k, v in variables().items() if isinstance(v, nn.Module) and not k.startswith("_"))
 
 
-def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers among the variables that hold a parameter of ``model``."""
+def optimizers_of(
+    model: nn.Module, among: Iterable[torch.optim.Optimizer] | None = None
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold a parameter of ``model``, ``among`` some: by default the variables."""
     ids = {id(p) for p in model.parameters()}
-    found = {id(v): v for v in variables().values() if isinstance(v, torch.optim.Optimizer)}
+    values = variables().values() if among is None else among
+    found = {id(v): v for v in values if isinstance(v, torch.optim.Optimizer)}
     return [o for o in found.values() if any(id(p) in ids for g in o.param_groups for p in g["params"])]

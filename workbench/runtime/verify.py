@@ -7,11 +7,11 @@ they are accumulated; sharded training promises to equal this. Tensors that tens
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from workbench.engine._torch import drop_post_accumulate_hooks
 from workbench.engine.full_param import local_tensor
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
@@ -28,6 +29,7 @@ from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.lint import sharded_models
 from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
+from workbench.runtime.program_state import ProgramState
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.step_counters import (
     RaisedCounters,
@@ -71,27 +73,37 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         UsageError: there is no sharded model, several without a name, no step function, the step function does not
             train the named variable, or an optimizer lost its counts of steps.
     """
-    sharded, largest = verified_model(command.model, rank), rank.groups.largest
+    sharded = verified_model(command.model, rank)
     step = find_step_function(command.fn)
-    optimizers = optimizers_of(sharded.model)
-    sharded.reshard()  # else the model would hold full parameters here, and those would be restored
+    others = [verified_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
+    for each in (sharded, *others):
+        each.reshard()  # else the model would hold full parameters here, and those would be restored
+    program = ProgramState(user_namespace(), [each.model for each in (sharded, *others)])
+    try:
+        with ExitStack() as stack:
+            for each in others:
+                stack.enter_context(_restored(each))
+            return _verified(sharded, step, program, rank.groups.largest)
+    finally:
+        program.close()
+
+
+def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramState, largest: Largest) -> VerifyReply:
+    optimizers = optimizers_of(sharded.model, program.optimizers)
     buffers = tuple(name for name, buffer in sharded.buffers() if not _is_finite(buffer))
     unmanaged = sharded.unmanaged
     replicas, owned = sharded.replica_sums(), set().union(*(sharded.owned(unit.index) for unit in sharded.units))
     held = held_params(sharded.names, owned, optimizers)
     check_counted(held, largest)
     counters, reset, raised = step_counters(held), reset_counters(held), RaisedCounters(held)
-    with _restored(sharded, optimizers):
-        pair = _Pair(sharded, optimizers, step, largest)
-        pair.run(raised)
+    with _restored(sharded), _Pair(sharded, optimizers, step, program, largest) as pair, pair.run(raised):
         found = _compare(sharded, pair.before, pair.after)
         found["ok"] = found["ok"] and pair.has_equal_norms()
         left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
-        del pair  # the second one needs as much memory
     differences = None
     if largest(int(not found["ok"])):
-        with _restored(sharded, optimizers):
-            differences = _Pair(sharded, optimizers, step, largest, keeps=True).run_and_locate()
+        with _restored(sharded), _Pair(sharded, optimizers, step, program, largest, keeps=True) as pair:
+            differences = pair.run_and_locate()
     return VerifyReply(
         **found,
         buffers_not_finite=buffers,
@@ -149,6 +161,7 @@ class _Pair:
         sharded: the sharded model.
         optimizers: its optimizers.
         step: the step function.
+        program: the state that both steps start from.
         largest: returns the largest of a number that each rank passes.
         keeps: whether to keep gradients and the outputs of modules, else only the norms of gradients.
 
@@ -166,11 +179,13 @@ class _Pair:
         sharded: VerifiedModel,
         optimizers: list[torch.optim.Optimizer],
         step: Callable[[], Any],
+        program: ProgramState,
         largest: Largest,
         *,
         keeps: bool = False,
     ) -> None:
         self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
+        self._program = program
         self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
         own_grads = sharded.average(self._reference)
         self.after = dict(self._reference.named_parameters())
@@ -188,19 +203,67 @@ class _Pair:
         self._own = GradObserver(pieces, lambda: of_grads(pieces, own_grads()), keeps=keeps)
         self._whole_norms: dict[str, torch.Tensor] = {}
 
+    def __enter__(self) -> _Pair:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop the copy: the hooks of its parameters refer to it, and so it would stay."""
+        for param in self.after.values():
+            drop_post_accumulate_hooks(param)
+        vars(self).clear()
+
     def _came(self, name: str, _: torch.Tensor) -> None:
         self._order.setdefault(name)
 
-    def run(self, raised: RaisedCounters) -> None:
-        """Run both steps; ``raised`` observes the sharded one.
+    @contextmanager
+    def run(self, raised: RaisedCounters) -> Iterator[None]:
+        """Run both steps, and compare them in the body; ``raised`` observes the sharded one.
 
         Raises:
             UsageError: the step does not train the copy on any rank.
         """
-        with _restored_random_numbers(), self._expected.watching():
-            self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
-        with _restored_random_numbers(), self._actual.watching(), raised.watching():
-            self.loss_sharded = loss_of(self._step())
+        with self._program.restored(self._replaced), self._expected.watching():
+            self.loss_reference = self._run_on_copy()
+        with self._program.restored():
+            with self._actual.watching(), raised.watching():
+                self.loss_sharded = loss_of(self._step())
+            yield
+
+    def _run_on_copy(self) -> float | None:
+        """Call the step function while the program refers to the copies; return its loss.
+
+        Raises:
+            UsageError: the step left the copy unchanged on every rank.
+        """
+        params = self.after.values()
+        before = [local_tensor(p).detach().clone() for p in params]
+        with warnings.catch_warnings():
+            # schedulers count the steps of the optimizer that they were made with
+            warnings.filterwarnings("ignore", module="torch.optim.lr_scheduler")
+            loss = loss_of(self._step())
+        moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, params, strict=True))
+        if not self._largest(int(moved)):
+            raise UsageError(f"the step did not train the model, so nothing can be compared: {self._why_untrained()}")
+        return loss
+
+    def _why_untrained(self) -> str:
+        """Return why no parameter of the copy moved, and what to do."""
+        if not self._expected.optimizer_steps:
+            if not all(map(_is_finite, self._expected.norms.values())):
+                return "its gradients are not finite, so a scaler skips optimizer.step(); train more steps first"
+            return "it takes no optimizer step; call optimizer.step() in it, on each call"
+        if not self._optimizers:
+            return (
+                "no optimizer that it can reach has a parameter of the model, as one that was made before sharding; "
+                "make it after: torch.optim.AdamW(model.parameters(), ...)"
+            )
+        if not self._expected.norms:
+            return (
+                "its backward reaches no parameter of the model; compute the loss with this model, without detach(), "
+                ".item() and no_grad()"
+            )
+        return "its gradients or learning rates are zero"
 
     def has_equal_norms(self) -> bool:
         """Return whether this rank's rows have gradients of the same norm in both steps, when an optimizer gets them.
@@ -245,15 +308,19 @@ class _Pair:
         expected = OutputObserver(both)
         actual = OutputObserver({path: originals[path] for path in both}, expected)
         with (
-            _restored_random_numbers(),
+            self._program.restored(self._replaced),
             self._expected.watching(),
             self._own.watching(),
             expected.watching(),
             self._whole_grads(),
         ):
-            self.loss_reference = _run_on(self._replaced, self._reference, self._step, self._largest)
-        with _restored_random_numbers(), self._actual.watching(), actual.watching():
-            self.loss_sharded = loss_of(self._step())
+            self.loss_reference = self._run_on_copy()
+        with self._program.restored():
+            with self._actual.watching(), actual.watching():
+                self.loss_sharded = loss_of(self._step())
+            return self._located(actual)
+
+    def _located(self, actual: OutputObserver) -> StepDifferences:
         titles = {unit.index: unit_words(unit.name) for unit in self._sharded.units}
         return StepDifferences(
             output=actual.first_difference(self._tolerance),
@@ -369,8 +436,9 @@ def _unsharded_copies(
     for optimizer in copied:
         _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
-    modules = {id(module): memo[id(module)] for module in sharded.model.modules() if id(module) in memo}
-    return reference, {**modules, id(sharded.model): reference, **copies}
+    own = (*sharded.model.modules(), *sharded.model.parameters(), *sharded.model.buffers())
+    parts = {id(each): memo[id(each)] for each in own if id(each) in memo}
+    return reference, {**parts, id(sharded.model): reference, **copies}
 
 
 def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
@@ -378,33 +446,6 @@ def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if len({isinstance(param, DTensor) for param in group["params"]}) > 1:
             group.update({way: False for way in ("foreach", "fused") if way in group})
-
-
-def _run_on(
-    replaced: dict[int, Any], reference: nn.Module, step: Callable[[], Any], largest: Callable[[int], int]
-) -> float | None:
-    """Call ``step`` while the user's variables refer to the copies; return its loss.
-
-    Raises:
-        UsageError: the step left the copy unchanged on every rank.
-    """
-    namespace = user_namespace()
-    names = {name: replaced[id(value)] for name, value in namespace.items() if id(value) in replaced}
-    originals = {name: namespace[name] for name in names}
-    before = [local_tensor(p).detach().clone() for p in reference.parameters()]
-    namespace.update(names)
-    try:
-        loss = loss_of(step())
-    finally:
-        namespace.update(originals)
-    moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, reference.parameters(), strict=True))
-    if not largest(int(moved)):
-        raise UsageError(
-            f"the step did not train {', '.join(names)}. Either it takes no optimizer step, or it does not use these "
-            "variables by name: verify replaces them with copies, which closures, default arguments and other "
-            "objects do not see"
-        )
-    return loss
 
 
 def _compare(
@@ -460,13 +501,12 @@ def _tolerance(dtype: str) -> str:
 
 
 @contextmanager
-def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -> Iterator[None]:
-    """Restore parameters, gradients, buffers and optimizer state after the body."""
+def _restored(sharded: VerifiedModel) -> Iterator[None]:
+    """Restore parameters, gradients and buffers after the body."""
     tensors, params = local_tensors(sharded.model), sharded.params
     values = [t.clone() for t in tensors]
     grads = [p.grad for p in params]
     kept = [(g, g.detach().clone()) for g in grads if g is not None]
-    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     unreduced = sharded.unreduced()
     try:
         yield
@@ -479,18 +519,3 @@ def _restored(sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]) -
                 param.grad = grad
             for grad, value in kept:
                 grad.copy_(value)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.load_state_dict(state)
-
-
-@contextmanager
-def _restored_random_numbers() -> Iterator[None]:
-    """Restore torch's random number generators, and those among the user's variables, after the body."""
-    generators = [v for v in user_namespace().values() if isinstance(v, torch.Generator)]
-    states = [g.get_state() for g in generators]
-    with torch.random.fork_rng():
-        try:
-            yield
-        finally:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
