@@ -386,8 +386,7 @@ def _verify(args: argparse.Namespace) -> int:
     except WorkbenchError as error:
         return _fail_of_script(args, error)
     _write_report(args, report)
-    could_compare = not report.ok or not report.not_finite
-    return int(bool(report.problem)) if could_compare else 2
+    return int(bool(report.problem)) if report.could_compare else 2
 
 
 def _printable(text: str) -> str:

@@ -75,7 +75,8 @@ def test_equal_steps_have_no_fault():
         ([replace(SAME, num_inputs=24, norm_reference=7.5), replace(SAME, norm_reference=2.5)], "uneven-batches"),
         ([replace(SAME, norm_reference=7.5), replace(SAME, norm_reference=2.5)], "scaled-per-rank"),
         # what comes first is the cause of the rest
-        ([replace(with_ratio(2.0), optimizer_steps=2), with_ratio(2.0)], "rank-not-stepped"),
+        ([replace(with_ratio(2.0), optimizer_steps=2), with_ratio(2.0)], "rank-stepped-twice"),
+        ([replace(with_ratio(2.0), optimizer_steps=0), with_ratio(2.0)], "rank-not-stepped"),
         ([replace(with_ratio(2.0), differs_in_input=True)] * 2, "different-data"),
         ([replace(SAME, missing=("a",), unreduced=("0",))] * 2, "no-sync-left-on"),
         ([replace(SAME, rounded_to="bfloat16")] * 2, "precision"),

@@ -836,13 +836,14 @@ class StepComparison:
     Attributes:
         num_params: number of parameters compared.
         max_abs_diff: largest absolute difference of any element.
-        max_rel_diff: largest relative difference.
-        worst_param: the parameter with the largest absolute difference.
+        max_rel_diff: largest difference of a parameter relative to its update, both as 2-norms.
+        worst_param: the parameter with that.
         equal_bits: number of bitwise equal parameters.
         ok: whether all differences are within the tolerance.
         tolerance: the tolerance, in words.
         loss_sharded, loss_reference: the losses of both steps; None: they have none.
         not_finite: parameters with NaN or infinity in both, at the same positions.
+        undecided: parameters whose gradient is rounding noise: the sum over ranks or micro-batches is nearly zero.
     """
 
     num_params: int
@@ -855,6 +856,7 @@ class StepComparison:
     loss_sharded: float | None
     loss_reference: float | None
     not_finite: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -955,6 +957,42 @@ class ReplicaSum:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """What two tensors of one shape have in common only if they are equal, but for chance and rounding.
+
+    Attributes:
+        norm: 2-norm.
+        dot: product with a fixed vector.
+    """
+
+    norm: float
+    dot: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyStep:
+    """One parameter in the step of one rank's copy. The copies of ranks that average together should do the same.
+
+    Attributes:
+        name: the parameter.
+        peers: the ranks that average its gradient together.
+        own: this rank's gradient before the average; None: it has none.
+        averaged: the average.
+        grad: the gradient that an optimizer gets; None: none steps.
+        stepped: the parameter after the last step of an optimizer.
+        end: the parameter at the end of the step function.
+    """
+
+    name: str
+    peers: tuple[int, ...]
+    own: Sketch | None
+    averaged: Sketch | None
+    grad: Sketch | None
+    stepped: Sketch | None
+    end: Sketch
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyReply(StepComparison):
     """The comparison on one rank.
 
@@ -969,6 +1007,10 @@ class VerifyReply(StepComparison):
         counters: numbers of steps in the optimizers' state before the step, of parameters of which this rank has rows.
         reset: of these, parameters with 0 steps and moments that are not zero.
         uneven: by how much an optimizer's one step raised them, if not by one for all parameters with a gradient.
+        copy: the parameters in the step of the copy, in the order of backward.
+        settings: the values of the options of optimizers' groups, as text, by optimizer, group and option.
+        optimizer_steps: steps of optimizers in the step of the copy.
+        num_inputs: elements of the first input of the root module.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
@@ -980,6 +1022,10 @@ class VerifyReply(StepComparison):
     counters: tuple[StepCounter, ...] = ()
     reset: tuple[str, ...] = ()
     uneven: tuple[StepCounter, ...] = ()
+    copy: tuple[CopyStep, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
+    optimizer_steps: int = 0
+    num_inputs: int = 0
 
 
 @command("verify", reply=VerifyReply)

@@ -46,7 +46,7 @@ from workbench.replay.units import by_number, differing, unmanaged_sentences, un
 from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.stop_positions import live_units
-from workbench.reports.verify_faults import DRIFT, FirstDifference, faults_of, first_differences
+from workbench.reports.verify_faults import DATA, DRIFT, FirstDifference, faults_of, first_differences
 from workbench.text_formats import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.schema import Header, HostClock
 
@@ -485,10 +485,15 @@ class VerifyReport(StepComparison, Report):
         """The result in one sentence, with the most important fault."""
         if not self.faults:
             return self._comparison
-        return f"{self._comparison}{', but ' if self.ok else ': '}{self.faults[0].verdict}"
+        is_right = self.ok and self.could_compare and not self.not_finite
+        return f"{self._comparison}{', but ' if is_right else ': '}{self.faults[0].verdict}"
 
     @property
     def _comparison(self) -> str:
+        if self.ok and len(self.undecided) == self.num_params:
+            return "cannot compare: the gradients of all parameters are rounding noise"
+        if self.faults and not self.could_compare:
+            return "cannot compare"
         if self.ok and self.not_finite:
             bad, compared = len(self.not_finite), plural(self.num_params, "parameter")
             those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
@@ -500,9 +505,16 @@ class VerifyReport(StepComparison, Report):
         )
 
     @property
+    def could_compare(self) -> bool:
+        """Whether the comparison, or a fault, says anything about the recipe."""
+        if self.faults:
+            return self.faults[0].rule != DATA
+        return not self.ok or (not self.not_finite and len(self.undecided) < self.num_params)
+
+    @property
     def problem(self) -> str:
         """The headline, unless all values are equal and finite, and no fault was found."""
-        return "" if self.ok and not self.not_finite and not self.faults else self.headline
+        return "" if self.ok and self.could_compare and not self.faults else self.headline
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the faults, and the differences, term by term."""
@@ -510,9 +522,9 @@ class VerifyReport(StepComparison, Report):
         return [*facts_of(self.faults), *places, *self._numbers()]
 
     def _numbers(self) -> list[tuple[str, str]]:
-        worst = f", in {self.worst_param}" if self.max_abs_diff else ""
+        worst = f", in {self.worst_param}" if self.max_rel_diff else ""
         found = [
-            ("largest difference", f"{self.max_abs_diff:.3g} absolute, {self.max_rel_diff:.3g} relative{worst}"),
+            ("largest difference", f"{self.max_abs_diff:.3g}; {self.max_rel_diff:.3g} of the update{worst}"),
             ("tolerance", self.tolerance),
             ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
@@ -523,6 +535,8 @@ class VerifyReport(StepComparison, Report):
             found.append(("loss", "{} sharded, {} unsharded".format(*both)))
         if self.not_finite:
             found.append(("NaN or infinity in", listed(self.not_finite)))
+        if self.undecided:
+            found.append(("not compared", f"{listed(self.undecided)}: their gradients are rounding noise"))
         if self.buffers:
             found.append(("NaN or infinity in buffers", self.buffers))
         return [*found, *(("note", note) for note in self.notes)]
@@ -823,7 +837,7 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 
 @says(Verify)
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
-    worst = max(by_rank, key=lambda verified: verified.max_abs_diff)
+    worst = max(by_rank, key=lambda verified: verified.max_rel_diff)
     faults = faults_of(by_rank)
     differences = [verified.differences for verified in by_rank if verified.differences is not None]
     return VerifyReport(
@@ -837,11 +851,24 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         ok=all(verified.ok for verified in by_rank) and not any(fault.rule == DRIFT for fault in faults),
         tolerance=worst.tolerance,
         not_finite=worst.not_finite,
+        undecided=worst.undecided,
         buffers=_by_rank([", ".join(verified.buffers_not_finite) for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
-        notes=_notes("", [verified.unmanaged for verified in by_rank]),
+        notes=(*_notes("", [verified.unmanaged for verified in by_rank]), *_not_seen(by_rank)),
         faults=faults,
         first_differences=first_differences(differences),
+    )
+
+
+def _not_seen(by_rank: Sequence[VerifyReply]) -> tuple[str, ...]:
+    """Return what the comparison cannot see, as both steps do it, a sentence each."""
+    sizes = [verified.num_inputs for verified in by_rank]
+    if len(set(sizes)) <= 1:
+        return ()
+    return (
+        f"the ranks' inputs have {', '.join(map(str, sizes[:8]))} elements: not compared is how the loss weighs them, "
+        "which both steps compute alike; a mean over each rank's own batch weighs its samples by 1 / its size, so "
+        "use the sum, times the number of ranks, over the size of all batches",
     )
 
 

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 from workbench.events import unit_words
 from workbench.fault import Fault, listed
-from workbench.protocol.commands import Difference, StepDifferences, VerifyReply
+from workbench.protocol.commands import CopyStep, Difference, Sketch, StepDifferences, VerifyReply
 from workbench.replay.grouping import by_value, label
 from workbench.text_formats import plural
+
+DATA = "different-data"
+"""Rule of a fault with which nothing can be compared."""
 
 DRIFT = "drifting-replica"
 """Rule of a fault with which the comparison holds, and the model is still not one."""
@@ -30,6 +33,10 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     differences = [reply.differences for reply in by_rank if reply.differences is not None]
     differ = len(differences) == len(by_rank)
     causes = [fault for cause in CAUSES if differ and (fault := cause(differences)) is not None]
+    first = [_other_targets, _own_not_finite, *([_settings] if differ else [])]
+    causes = [*(f for f in causes if f.rule == DATA), *filter(None, (cause(by_rank) for cause in first)), *causes]
+    if differ and not causes:
+        causes = list(filter(None, [_copies_differ(by_rank)]))
     counters = _counters(by_rank)
     if counters is not None:
         causes = [*(fault for fault in causes if fault.rule in _BEFORE_COUNTERS), counters]
@@ -113,11 +120,203 @@ def _other_data(differences: Differences) -> Fault | None:
     if not ranks:
         return None
     return Fault(
-        rule="different-data",
+        rule=DATA,
         verdict="the two steps got different data, so they cannot be compared",
         evidence=(f"the inputs of the root module differ on {label(ranks)}",),
-        fix="let the step function compute from one fixed batch, or draw its batch with a torch.Generator variable",
+        fix=_SAME_DATA,
     )
+
+
+_SAME_DATA = (
+    "draw batches from an iterator, loader or generator that the step function reaches by its variables: what threads, "
+    "files, the time or the system give cannot be given again"
+)
+
+
+def _other_targets(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find losses that differ although the outputs of the model do not."""
+    ranks = [rank for rank, reply in enumerate(by_rank) if _has_other_loss(reply)]
+    if not ranks:
+        return None
+    both = [(by_rank[rank].loss_sharded, by_rank[rank].loss_reference) for rank in ranks[:1]]
+    return Fault(
+        rule=DATA,
+        verdict="the two steps computed their losses from different data, so they cannot be compared",
+        evidence=(
+            f"on {label(ranks)} the losses differ, as {both[0][0]:.6g} and {both[0][1]:.6g}, and the inputs and "
+            "outputs of the model do not",
+        ),
+        fix=_SAME_DATA,
+    )
+
+
+def _has_other_loss(reply: VerifyReply) -> bool:
+    found, sharded, reference = reply.differences, reply.loss_sharded, reply.loss_reference
+    if found is None or found.output is not None or found.differs_in_input or sharded is None or reference is None:
+        return False
+    are_finite = math.isfinite(sharded) and math.isfinite(reference)
+    return are_finite and not math.isclose(sharded, reference, rel_tol=10 * _CLOSE, abs_tol=1e-6)
+
+
+def _own_not_finite(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find ranks whose own gradients are not finite, before the average spreads that over all ranks."""
+    bad = {
+        rank: next((s.name for s in reply.copy if s.own and not math.isfinite(s.own.norm)), None)
+        for rank, reply in enumerate(by_rank)
+    }
+    ranks = [rank for rank, name in bad.items() if name is not None]
+    if not ranks or len(ranks) == len(by_rank):
+        return None
+    losses = {rank: by_rank[rank].loss_reference for rank in ranks}
+    return Fault(
+        rule="not-finite",
+        verdict=f"the gradients of {label(ranks)} are NaN or infinite, and the average spreads that over all ranks",
+        evidence=(
+            *(f"rank {rank}: first in {bad[rank]}, in the order of backward" for rank in ranks[:4]),
+            *(f"loss of rank {rank}: {loss:g}" for rank, loss in list(losses.items())[:4] if loss is not None),
+        ),
+        fix=f"look at the batch and the loss of rank {ranks[0]}: %fsdp step --until forward.end, then %fsdp eval",
+    )
+
+
+def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find optimizers with other options on other ranks."""
+    if not _average_together(by_rank):
+        return None
+    names = [name for name in by_rank[0].settings if all(name in reply.settings for reply in by_rank)]
+    differing = [name for name in names if len({reply.settings[name] for reply in by_rank}) > 1]
+    if not differing:
+        return None
+    values = [reply.settings[differing[0]] for reply in by_rank]
+    option, groups = differing[0].rpartition(": ")[2], by_value(enumerate(values))
+    odd = _odd(values)
+    ordered = sorted(groups.items(), key=lambda each: (bool(odd) and each[1][0] not in odd, -each[1][0]))
+    first = next((step.name for step in by_rank[0].copy), "")
+    return Fault(
+        rule="other-settings",
+        verdict=f"the optimizers differ: {option} is "
+        + ", and ".join(f"{value} on {label(ranks)}" for value, ranks in ordered[:4]),
+        evidence=(
+            *(
+                f"{name}: "
+                + ", ".join(
+                    f"{value} on {label(ranks)}"
+                    for value, ranks in by_value(enumerate(reply.settings[name] for reply in by_rank)).items()
+                )
+                for name in differing[:4]
+            ),
+            f"every parameter of the group moves differently, the first is {first}",
+        ),
+        fix=f"give every rank's optimizer the same {option}",
+    )
+
+
+def _average_together(by_rank: Sequence[VerifyReply]) -> bool:
+    """Return whether all ranks average the gradients of the same parameters, so that their copies should be equal."""
+    everyone = tuple(range(len(by_rank)))
+    names = [[step.name for step in reply.copy] for reply in by_rank]
+    same = all(own == names[0] for own in names)
+    return same and bool(names[0]) and all(step.peers == everyone for reply in by_rank for step in reply.copy)
+
+
+def _odd(values: Sequence[object]) -> list[int]:
+    """Return the ranks whose values differ from those of most ranks; empty if no value is that of most."""
+    ranks = sorted(by_value(enumerate(values)).values(), key=len)
+    return sorted(rank for own in ranks[:-1] for rank in own) if 2 * len(ranks[-1]) > len(values) else []
+
+
+def _copies_differ(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find ranks whose step function does something else after the average than that of others."""
+    if not _average_together(by_rank):
+        return None
+    for find in (_other_grads, _other_update, _other_end):
+        for steps in zip(*(reply.copy for reply in by_rank), strict=True):
+            fault = find(steps)
+            if fault is not None:
+                return fault
+    return None
+
+
+CopySteps = Sequence[CopyStep]
+"""One parameter in the copies of all ranks."""
+
+
+def _other_grads(steps: CopySteps) -> Fault | None:
+    if any(step.grad is None or step.averaged is None for step in steps):
+        return None
+    factors = [_factor(step.grad, step.averaged) for step in steps]
+    if all(_is_alike(step.grad, steps[0].grad) for step in steps):
+        return None
+    odd = _odd([None if f is None else f"{f:.3g}" for f in factors])
+    odd = odd or [rank for rank, f in enumerate(factors) if f is None or not _is_close(f, 1.0)]
+    name, norms = steps[0].name, ", ".join(f"{step.grad.norm:.4g}" for step in steps if step.grad is not None)
+    return Fault(
+        rule="other-gradients",
+        verdict=f"{label(odd)} changes gradients after the average, and other ranks do not: first that of {name}",
+        evidence=(
+            *(f"rank {rank}: {_factor_words(factors[rank])} the averaged gradient" for rank in range(len(steps))[:8]),
+            f"norms at the optimizer's step, by rank: {norms}",
+        ),
+        fix="do the same with the gradients on every rank, or change the loss before backward",
+    )
+
+
+def _factor_words(factor: float | None) -> str:
+    return "no multiple of" if factor is None else f"{factor:.4g} times"
+
+
+def _factor(actual: Sketch | None, expected: Sketch | None) -> float | None:
+    """Return the factor between two tensors; None if they are no multiples."""
+    if actual is None or expected is None or not expected.norm or not math.isfinite(actual.norm):
+        return None
+    factor = math.copysign(actual.norm / expected.norm, actual.dot * expected.dot)
+    return factor if math.isclose(actual.dot, factor * expected.dot, rel_tol=_CLOSE) else None
+
+
+def _is_alike(a: Sketch | None, b: Sketch | None, close: float = 1e-3) -> bool:
+    if a is None or b is None:
+        return a is b
+    return abs(a.norm - b.norm) <= close * b.norm and abs(a.dot - b.dot) <= close * b.norm
+
+
+_SAME_UPDATE = 1e-7  # two sums in double precision of equal parameters
+
+
+def _other_update(steps: CopySteps) -> Fault | None:
+    if all(_is_alike(step.stepped, steps[0].stepped, _SAME_UPDATE) for step in steps):
+        return None
+    if any(step.stepped is None for step in steps):
+        return None
+    odd = _odd([f"{s.stepped.norm:.9g} {s.stepped.dot:.9g}" for s in steps if s.stepped is not None])
+    who = f"the optimizer of {label(odd)} moves" if odd else "the optimizers of the ranks move"
+    return Fault(
+        rule="other-state",
+        verdict=f"{who} parameters differently with the same gradients and options: first {steps[0].name}",
+        evidence=(_norms("norms after the step", [step.stepped for step in steps]),),
+        fix="load one optimizer state on every rank, and change neither parameters nor state on one rank alone",
+    )
+
+
+def _other_end(steps: CopySteps) -> Fault | None:
+    if all(_is_alike(step.end, steps[0].end, _SAME_UPDATE) for step in steps):
+        return None
+    odd = [rank for rank, step in enumerate(steps) if not _is_alike(step.end, step.stepped, _SAME_UPDATE)]
+    if not odd or len(odd) == len(steps):
+        return None
+    return Fault(
+        rule="changed-parameters",
+        verdict=f"{label(odd)} changes parameters outside of the optimizer, and other ranks do not: first "
+        f"{steps[0].name}",
+        evidence=(
+            _norms("norms after the optimizer's step", [step.stepped for step in steps]),
+            _norms("norms at the end", [step.end for step in steps]),
+        ),
+        fix="change parameters on every rank, or on none",
+    )
+
+
+def _norms(what: str, sketches: Sequence[Sketch | None]) -> str:
+    return f"{what}, by rank: " + ", ".join(f"{each.norm:.6g}" for each in sketches[:8] if each is not None)
 
 
 def _not_finite(differences: Differences) -> Fault | None:
@@ -142,8 +341,19 @@ def _not_stepped(differences: Differences) -> Fault | None:
     steps = [each.optimizer_steps for each in differences]
     if len(set(steps)) == 1:
         return None
-    behind = [rank for rank, count in enumerate(steps) if count < max(steps)]
     counts = by_value(enumerate(steps))
+    ahead = _odd(steps) if min(steps) else []
+    ahead = [rank for rank in ahead if steps[rank] > min(steps)] or (
+        [rank for rank, count in enumerate(steps) if count > min(steps)] if min(steps) and not ahead else []
+    )
+    behind = [rank for rank, count in enumerate(steps) if count < max(steps)]
+    if ahead:
+        return Fault(
+            rule="rank-stepped-twice",
+            verdict=f"{label(ahead)}: more optimizer steps than on other ranks, so rows move too far",
+            evidence=tuple(f"{label(ranks)}: {plural(count, 'optimizer step')}" for count, ranks in counts.items()),
+            fix="call optimizer.step() as often on every rank: each rank updates only its own rows",
+        )
     return Fault(
         rule="rank-not-stepped",
         verdict=f"{label(behind)}: fewer optimizer steps than on other ranks, so rows stay behind",
@@ -311,7 +521,7 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
 )
 """The causes of a difference, the most important first."""
 
-_BEFORE_COUNTERS = ("different-data", "not-finite", "rank-not-stepped")
+_BEFORE_COUNTERS = (DATA, "not-finite", "rank-not-stepped", "rank-stepped-twice", "other-settings")
 """Rules of causes of which other counters may be a consequence."""
 
 

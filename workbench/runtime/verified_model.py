@@ -45,6 +45,8 @@ from workbench.watch import _torch_private
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Largest = Callable[[int], int]
+Averaged = Callable[[str, torch.Tensor, torch.Tensor, Sequence[dist.ProcessGroup]], None]
+"""Gets a parameter's name, this rank's gradient, its average, and the groups over which it was averaged in turn."""
 OwnGrads = Callable[[], Mapping[str, torch.Tensor]]
 """Returns the gradients of a copy's parameters that this rank would have without any average, by name."""
 
@@ -107,12 +109,13 @@ class VerifiedModel(ABC):
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
 
-    def average(self, reference: nn.Module) -> OwnGrads:
+    def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
         """Let a plain copy average its gradients; return what returns the gradients of this rank alone, if known."""
         groups = self.groups()
         for name, plain in reference.named_parameters():
             if name in groups and plain.requires_grad:
-                plain.register_post_accumulate_grad_hook(functools.partial(_average, groups[name]))
+                hook = functools.partial(_average, groups[name], functools.partial(averaged, name))
+                plain.register_post_accumulate_grad_hook(hook)
         return dict
 
     @abstractmethod
@@ -165,15 +168,22 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _average(groups: Sequence[dist.ProcessGroup], param: torch.Tensor) -> None:
+def _average(groups: Sequence[dist.ProcessGroup], averaged: Callable[..., None], param: torch.Tensor) -> None:
     """Average a gradient over the ranks of groups; repeating it, as accumulation does, changes nothing."""
     if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
         param.grad = param.grad.redistribute(placements=param.placements)  # reduces a pending sum
     if param.grad is not None:
         grad = local_tensor(param.grad)
-        for group in groups:
-            dist.all_reduce(grad, group=group)
-        grad.div_(math.prod(group.size() for group in groups))
+        own = grad.clone()
+        average_over(groups, grad)
+        averaged(own, grad, groups)
+
+
+def average_over(groups: Sequence[dist.ProcessGroup], tensor: torch.Tensor) -> None:
+    """Average a tensor in place over the ranks of groups, one after another."""
+    for group in groups:
+        dist.all_reduce(tensor, group=group)
+    tensor.div_(math.prod(group.size() for group in groups))
 
 
 def _take_setters(model: nn.Module, memo: dict[int, Any], cls: type) -> None:

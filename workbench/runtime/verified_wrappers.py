@@ -25,9 +25,11 @@ from workbench.runtime.model_summary import unmanaged_in
 from workbench.runtime.reference_precision import Casts
 from workbench.runtime.step_observation import ParamPiece
 from workbench.runtime.verified_model import (
+    Averaged,
     Optimizers,
     OwnGrads,
     VerifiedModel,
+    average_over,
     check_same_holdings,
     join,
     take_calls_of_a_wrapper,
@@ -417,13 +419,13 @@ class ReplicatedModel(VerifiedModel):
             if name not in part.parameters_to_ignore
         }
 
-    def average(self, reference: nn.Module) -> OwnGrads:
+    def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
         """Let a plain copy average its gradients at the end of each backward, as ranks may use other parameters."""
         plains, by_group = dict(reference.named_parameters()), dict[dist.ProcessGroup, dict[str, nn.Parameter]]()
         for name, (group,) in self.groups().items():
             if name in plains and plains[name].requires_grad:
                 by_group.setdefault(group, {})[name] = plains[name]
-        averagers = [GradAverager(params, group) for group, params in by_group.items()]
+        averagers = [GradAverager(params, group, averaged) for group, params in by_group.items()]
         return lambda: {name: grad for each in averagers for name, grad in each.own_grads()}
 
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -497,10 +499,13 @@ class GradAverager:
     Args:
         params: its parameters, by name.
         group: the ranks.
+        averaged: gets each gradient and its average.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._params, self._group = params, group
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup, averaged: Averaged = lambda *_: None
+    ) -> None:
+        self._params, self._group, self._averaged = params, group, averaged
         self._taken: dict[str, torch.Tensor] = {}  # what the averages have taken from this rank's own gradients
         self._is_queued = False
         for param in params.values():
@@ -529,9 +534,11 @@ class GradAverager:
         for (name, param), is_used in zip(self._params.items(), used.tolist(), strict=True):
             if is_used:
                 grad = torch.zeros_like(param) if param.grad is None else param.grad
-                dist.all_reduce(grad, group=self._group)
-                param.grad = grad.div_(self._group.size())
+                before = grad.clone()
+                average_over((self._group,), grad)
+                param.grad = grad
                 self._taken[name] = own.get(name, 0) - grad
+                self._averaged(name, before, grad, (self._group,))
 
 
 def _act_as_replicated(plain: nn.Module, part: DistributedDataParallel) -> None:

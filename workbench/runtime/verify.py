@@ -21,12 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine._torch import drop_post_accumulate_hooks
 from workbench.engine.full_param import local_tensor
+from workbench.engine.tensor_trees import tensors_in
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
 from workbench.events import TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, unit_words
 from workbench.protocol.commands import Difference, StepDifferences, Verify, VerifyReply
 from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
+from workbench.runtime.copy_observation import CopyObserver, settings_of
 from workbench.runtime.lint import sharded_models
 from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
 from workbench.runtime.program_state import ProgramState
@@ -57,9 +59,9 @@ from workbench.runtime.trainer import find_step_function, loss_of
 from workbench.runtime.verified_model import Largest, OwnModel, TorchModel, VerifiedModel, local_tensors
 from workbench.runtime.verified_wrappers import ReplicatedModel, TorchWrapperModel
 
-# for full precision, per element: AdamW divides by the root of a tiny second moment, and relative differences of
-# single updates reach 1e-3 in float32
-RTOL, ATOL = 1e-3, 1e-5
+RTOL, ATOL = 1e-3, 1e-5  # of outputs and gradients in full precision
+_SHARE = 0.01  # of the size of a parameter's update: the largest difference in full precision
+_FLIPS = 1e-3  # the share of elements that rounding may put one number further
 
 
 def verify(command: Verify, rank: RankContext) -> VerifyReply:
@@ -97,15 +99,22 @@ def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramS
     check_counted(held, largest)
     counters, reset, raised = step_counters(held), reset_counters(held), RaisedCounters(held)
     with _restored(sharded), _Pair(sharded, optimizers, step, program, largest) as pair, pair.run(raised):
-        found = _compare(sharded, pair.before, pair.after)
+        found = pair.compare()
         found["ok"] = found["ok"] and pair.has_equal_norms()
         left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
+        of_copy: dict[str, Any] = {
+            "copy": pair.copy.steps(),
+            "settings": settings_of(optimizers),
+            "optimizer_steps": pair.copy.optimizer_steps,
+            "num_inputs": pair.num_inputs,
+        }
     differences = None
     if largest(int(not found["ok"])):
         with _restored(sharded), _Pair(sharded, optimizers, step, program, largest, keeps=True) as pair:
             differences = pair.run_and_locate()
     return VerifyReply(
         **found,
+        **of_copy,
         buffers_not_finite=buffers,
         loss_sharded=losses[0],
         loss_reference=losses[1],
@@ -187,8 +196,13 @@ class _Pair:
         self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
         self._program = program
         self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
-        own_grads = sharded.average(self._reference)
         self.after = dict(self._reference.named_parameters())
+        self._dtype = coarsest_dtype(sharded.units)
+        eps, share = torch.finfo(getattr(torch, self._dtype)).eps, UPDATE_TOLERANCE.get(self._dtype, _SHARE)
+        self.copy = CopyObserver(self.after, eps, share / 5)
+        own_grads = sharded.average(self._reference, self.copy.averaged)
+        self.num_inputs = 0
+        self._reference.register_forward_pre_hook(self._got_inputs, prepend=True, with_kwargs=True)
         self.before = {name: full_tensor(param) for name, param in self.after.items()}
         self._order: dict[str, None] = {}  # of the gradients in backward
         if keeps:
@@ -197,7 +211,6 @@ class _Pair:
                     param.register_post_accumulate_grad_hook(functools.partial(self._came, name))
         compute_alike(sharded.casts(), sharded.paths, self._reference)
         self._pieces = pieces = pieces_of(sharded.units, sharded.tensors, sharded.paths, self.after)
-        self._dtype = coarsest_dtype(sharded.units)
         self._expected = GradObserver(pieces, lambda: of_grads(pieces, grads_of(self.after)), keeps=keeps)
         self._actual = GradObserver(pieces, lambda: of_sharded(pieces, sharded.tensors, self.after), keeps=keeps)
         self._own = GradObserver(pieces, lambda: of_grads(pieces, own_grads()), keeps=keeps)
@@ -213,6 +226,10 @@ class _Pair:
             drop_post_accumulate_hooks(param)
         vars(self).clear()
 
+    def _got_inputs(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        self.num_inputs += given[0].numel() if given else 0
+
     def _came(self, name: str, _: torch.Tensor) -> None:
         self._order.setdefault(name)
 
@@ -223,7 +240,7 @@ class _Pair:
         Raises:
             UsageError: the step does not train the copy on any rank.
         """
-        with self._program.restored(self._replaced), self._expected.watching():
+        with self._program.restored(self._replaced), self._expected.watching(), self.copy.watching():
             self.loss_reference = self._run_on_copy()
         with self._program.restored():
             with self._actual.watching(), raised.watching():
@@ -297,6 +314,66 @@ class _Pair:
 
     def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
         return local_values(shard, piece.of_whole(local_tensor(self.after[piece.name])).shape)
+
+    # ---- the comparison
+
+    def compare(self) -> dict[str, Any]:
+        """Compare whole parameters after the steps; return fields of the reply; collective."""
+        worst, worst_name, worst_share, equal = 0.0, "", 0.0, 0
+        not_finite: list[str] = []
+        undecided: list[str] = []
+        for name, actual in self._sharded.whole_values():
+            expected = full_tensor(self.after[name])
+            if not _is_finite(expected) and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
+                not_finite.append(name)
+                continue
+            known = self.copy.known(name)
+            if known is not None:
+                known = full_tensor(_like(known, self.after[name]))
+                if known.numel() and not known.any():
+                    undecided.append(name)
+            share = self._share(actual, expected, self.before[name], known)
+            equal += int(torch.equal(actual, expected))
+            worst = max(worst, float((actual - expected).abs().max()) if actual.numel() else 0.0)
+            if share > worst_share:
+                worst_share, worst_name = share, name
+        return {
+            "num_params": len(self.after),
+            "max_abs_diff": worst,
+            "max_rel_diff": worst_share,
+            "worst_param": worst_name,
+            "equal_bits": equal,
+            "ok": worst_share <= self._tolerance_of_update,
+            "not_finite": tuple(not_finite),
+            "undecided": tuple(undecided),
+            "tolerance": f"{self._tolerance_of_update:.0%} of the size of each parameter's update ({self._dtype})",
+        }
+
+    @property
+    def _tolerance_of_update(self) -> float:
+        return UPDATE_TOLERANCE.get(self._dtype, _SHARE)
+
+    @staticmethod
+    def _share(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, known: torch.Tensor | None) -> float:
+        """Return the difference of a parameter relative to its update, without what rounding explains.
+
+        Args:
+            actual: its values after the step.
+            expected: those of the copy.
+            before: its values before the step.
+            known: the elements that count; None: all.
+        """
+        if not actual.numel() or torch.equal(actual, expected):
+            return 0.0
+        error, update, size = (actual - expected).double(), (expected - before).double(), expected.double()
+        if known is not None:
+            error, update, size = error * known, update * known, size * known
+        rounding = torch.finfo(actual.dtype).eps * max(_FLIPS**0.5 * float(size.norm()), float(size.abs().max()))
+        excess = float(error.norm())
+        if not math.isfinite(excess):
+            return math.inf
+        excess = max(0.0, excess - rounding)
+        return excess / float(update.norm()) if excess and update.any() else (math.inf if excess else 0.0)
 
     # ---- where the steps differ
 
@@ -400,7 +477,9 @@ class _Pair:
                 piece.of_whole(local_tensor(values).detach()).to(actual)
                 for values in (self.after[piece.name], self.before[piece.name])
             )
-            if not _is_close(actual, expected, before, self._dtype):
+            known = self.copy.known(piece.name)
+            known = None if known is None else piece.of_whole(known)
+            if self._share(actual, expected, before, known) > self._tolerance_of_update:
                 return Difference(
                     name=piece.name,
                     position=position,
@@ -448,56 +527,15 @@ def _take_one_by_one(optimizer: torch.optim.Optimizer) -> None:
             group.update({way: False for way in ("foreach", "fused") if way in group})
 
 
-def _compare(
-    sharded: VerifiedModel, before: dict[str, torch.Tensor], reference: dict[str, nn.Parameter]
-) -> dict[str, Any]:
-    """Compare values after the step; return fields of the reply, with differences in the parameters' own unit."""
-    dtype = coarsest_dtype(sharded.units)
-    worst, worst_name, worst_rel, equal, ok = 0.0, "", 0.0, 0, True
-    not_finite: list[str] = []
-    for name, actual in sharded.whole_values():
-        expected = full_tensor(reference[name])
-        if not _is_finite(expected) and torch.allclose(actual, expected, rtol=RTOL, atol=ATOL, equal_nan=True):
-            not_finite.append(name)
-            continue
-        difference = (actual - expected).abs().max().item() if actual.numel() else 0.0
-        scale = expected.abs().max().item() if actual.numel() else 0.0
-        ok = ok and _is_close(actual, expected, before[name], dtype)
-        equal += int(torch.equal(actual, expected))
-        worst_rel = max(worst_rel, difference / scale if scale else difference)
-        if difference >= worst:
-            worst, worst_name = difference, name
-    return {
-        "num_params": len(reference),
-        "max_abs_diff": worst,
-        "max_rel_diff": worst_rel,
-        "worst_param": worst_name,
-        "equal_bits": equal,
-        "ok": ok,
-        "not_finite": tuple(not_finite),
-        "tolerance": _tolerance(dtype),
-    }
+def _like(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values as a tensor that is split as ``param``."""
+    if not isinstance(param, DTensor):
+        return values
+    return DTensor.from_local(values, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
-
-
-def _is_close(actual: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, dtype: str) -> bool:
-    """Return whether a parameter after the step is correct within the tolerance of ``dtype``."""
-    if dtype not in UPDATE_TOLERANCE:
-        return torch.allclose(actual, expected, rtol=RTOL, atol=ATOL)
-    rounding = 2 * torch.finfo(actual.dtype).eps
-    if torch.allclose(actual, expected, rtol=rounding, atol=0):
-        return True
-    error, update = (actual - expected).float().norm(), (expected - before).float().norm()
-    return bool(error <= UPDATE_TOLERANCE[dtype] * update)
-
-
-def _tolerance(dtype: str) -> str:
-    if dtype not in UPDATE_TOLERANCE:
-        return f"rtol {RTOL:g}, atol {ATOL:g}"
-    return f"the difference may be {UPDATE_TOLERANCE[dtype]:.0%} of the size of each parameter's update ({dtype})"
 
 
 @contextmanager
