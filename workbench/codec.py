@@ -132,7 +132,7 @@ def decode_named(
     word = data.get(key) if isinstance(data, dict) else None
     if not isinstance(word, str) or word not in known:
         raise CodecError(f"unknown {where} {word!r:.{_SHOWN}}; known: {', '.join(known)}")
-    return decode(known[word], {**_defaults(known[word]), **data} if fill else data, f"{where} {word!r}")
+    return decode(known[word], {**defaults(known[word]), **data} if fill else data, f"{where} {word!r}")
 
 
 def _decode_union(args: tuple[Any, ...], data: Any, where: str, buffers: Sequence[memoryview]) -> Any:  # noqa: ANN401
@@ -167,7 +167,7 @@ def _names(kind: Any) -> tuple[str, ...] | None:  # noqa: ANN401 - any type
     return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
-def _defaults(kind: type) -> dict[str, Any]:
+def defaults(kind: type) -> dict[str, Any]:
     """Return the encoded defaults of a dataclass's fields."""
     fields = dataclasses.fields(cast("Any", kind))
     return {f.name: encode(f.default) for f in fields if f.default is not dataclasses.MISSING}

@@ -56,6 +56,25 @@ def test_where_says_which_rank_has_not_begun_what_the_other_waits_for(hung):
     assert "tttt.py:6 in <module>" in str(report)
 
 
+def test_the_last_line_of_a_rank_that_has_not_begun_a_collective_is_shown(hung):
+    recording = flight_recorder.read(hung)
+    found = where(recording, recording.ranks[0].last_beat.wall_ns)
+    assert found.cause.verdict.endswith("outside of collectives, after tttt.py:5")
+    assert found.cause.evidence == (
+        "rank 1 has recorded no event for 1 min, since its last collective, in /home/me/tttt.py:5 in <module>",
+    )
+    assert "rank 1 issued its last collective in" in str(found)
+
+
+def test_a_damaged_dump_is_left_out_with_a_note(hung, capsys):
+    hung[1].write_bytes(hung[1].read_bytes()[:99])
+    found = flight_recorder.read(hung)
+    assert [part.rank for part in found.trace.ranks] == [0]
+    assert any(note.startswith(f"{hung[1].name} is left out: ") for note in found.notes)
+    assert cli.main(["where", str(hung[0].parent)]) == 1
+    assert f"note: {hung[1].name} is left out: " in capsys.readouterr().out
+
+
 def test_the_command_where_reads_a_folder_of_dumps(hung, capsys):
     assert cli.main(["where", str(hung[0].parent)]) == 1
     assert "rank 1 has not started it" in capsys.readouterr().out

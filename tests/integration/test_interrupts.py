@@ -140,19 +140,20 @@ def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
 def test_ranks_that_issue_different_collectives_are_told_which(living, monkeypatch):
     monkeypatch.setattr(living._session, "_quiet_s", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
-    verdict = "rank 1 issued barrier where rank 0 issued all-reduce"
+    verdict = "rank 1 issued barrier (cell:3) where rank 0 issued all-reduce (cell:5)"
     causes = []
 
     def give_up_once_it_is_said(sentence):
-        if sentence.endswith(verdict) and not causes:
-            causes.append(living.where().cause)
+        if sentence.startswith(verdict) and not causes:
+            causes.append(living.where())
             living.abort()
 
     code = "import torch.distributed as dist\nif rank:\n    dist.barrier()\nelse:\n    dist.all_reduce(torch.ones(1))"
     with pytest.raises(Interrupted, match="idle again"):
         living.run_cell(code, on_standing=give_up_once_it_is_said)
-    (cause,) = causes
-    assert (cause.rule, cause.verdict) == ("other-collective", verdict)
+    (found,) = causes
+    assert (found.cause.rule, found.cause.verdict, found.headline) == ("other-collective", verdict, verdict)
+    assert "rank 1 is in cell:3 in <module>: dist.barrier()" in found.cause.evidence
     living.run_cell("dist.barrier()")
     assert living.where().cause is None
 

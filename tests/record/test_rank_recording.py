@@ -4,13 +4,15 @@ import errno
 import linecache
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
 from workbench.engine import probe
-from workbench.events import Category, Edge, Kind, Phase
+from workbench.events import GROUP_INDICES, Category, Comm, Edge, Kind, Phase
 from workbench.record import rank_recording
 from workbench.record.launch import Place
 from workbench.record.rank_recording import RankRecording, stack_of
@@ -56,6 +58,34 @@ def sgd():
     weight = torch.nn.Parameter(torch.zeros(4))
     weight.grad = torch.ones(4)
     return torch.optim.SGD([weight], lr=1.0, momentum=0.5)
+
+
+def test_a_collective_that_was_never_issued_before_is_written_before_it_is_issued(begin, tmp_path, monkeypatch):
+    """What it does next may end the process."""
+    monkeypatch.setattr(rank_recording, "PERIOD_S", 1000)
+    monkeypatch.setattr(rank_recording, "FLUSH_S", 1000)
+    monkeypatch.setattr(rank_recording, "_FLUSH_EVERY_S", 0)
+    begin()
+    group = next(GROUP_INDICES)
+    probe.active.comm_group(group, (0,))
+    for number, num_bytes in enumerate([8, 8, 16]):
+        probe.event(Kind.ALL_REDUCE, Edge.BEGIN, -1, num_bytes, Comm(group=group, seq=number))
+        if number != 1:  # the second one waits for the next write
+            assert read(tmp_path).trace.rank(0).rows["num_bytes"].tolist()[-1] == num_bytes
+            assert len(read(tmp_path).trace.rank(0).rows) == number + 1
+        else:
+            assert len(read(tmp_path).trace.rank(0).rows) == 1
+
+
+def test_rows_of_a_unit_that_is_not_described_yet_are_read(begin, tmp_path):
+    started, _ = begin()
+    probe.memory(Category.SHARDED_PARAMS, 0, 100)
+    started._write()
+    found = read(tmp_path)
+    assert (found.notes, check(found.trace), len(found.trace.rank(0).rows)) == ((), [], 1)
+    probe.active.unit(replace(example_trace().header.units[0], root=0, shard_size=1, params=()))
+    started.end()
+    assert [unit.gone for unit in read(tmp_path).trace.header.units] == [False]
 
 
 def test_what_is_announced_is_read_back(begin, tmp_path):

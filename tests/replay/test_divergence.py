@@ -1,5 +1,7 @@
 """The first collective at which ranks part, against a slow search, and how they part."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import example_trace, traces
 from workbench.events import COLLECTIVES, Edge, Kind
-from workbench.replay.divergence import Divergence, IssuedCall, Parting, first_divergence
+from workbench.replay.divergence import Divergence, IssuedCall, Parting, first_divergence, is_usual
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header
 
@@ -90,6 +92,31 @@ def test_the_earliest_of_several_groups_is_told():
     assert first_divergence(trace).group == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [("ABCABCABC", True), ("ABCABCABD", False), ("ABCABDABC", None), ("ABC", None), ("A", None), ("ABCDEFG", None)],
+)
+def test_whether_a_call_is_usual_after_those_before(names, expected):
+    calls = [IssuedCall(Kind.ALL_GATHER, ord(name), 8) for name in names]
+    assert is_usual(rank_of(0, calls, first=5), 0, 5 + len(calls) - 1) is expected
+
+
+def test_of_two_equal_parties_the_one_that_did_so_before_counts_as_most():
+    usual = [GATHER, OTHER, REDUCE, GATHER, OTHER]
+    found = first_divergence(job(rank_of(0, [*usual, GATHER]), rank_of(1, [*usual, REDUCE])))
+    assert (found.most_ranks, found.other_ranks, found.most) == ((1,), (0,), REDUCE)
+
+
+def all_alike(calls):
+    """Whether calls may be of one collective: those of units are of one."""
+    units = {call.unit for call in calls} - {-1}
+    return len(units) <= 1 and len({replace(call, unit=0) for call in calls}) == 1
+
+
+def test_a_call_without_a_unit_may_take_the_place_of_a_unit_s():
+    assert first_divergence(job(rank_of(0, [GATHER]), rank_of(1, [replace(GATHER, unit=-1)]))) is None
+
+
 @given(st.data())
 def test_it_is_the_first_difference_that_a_slow_search_finds(data):
     calls = st.lists(st.sampled_from([GATHER, OTHER, REDUCE]), max_size=5)
@@ -99,7 +126,7 @@ def test_it_is_the_first_difference_that_a_slow_search_finds(data):
     found = first_divergence(job(*(rank_of(number, own, first=first) for number, own, first in drawn)))
     known = [dict(enumerate(own, first)) for own, first in zip(ranks, firsts, strict=True)]
     numbers = sorted({number for own in known for number in own})
-    differ = [number for number in numbers if len({own[number] for own in known if number in own}) > 1]
+    differ = [number for number in numbers if not all_alike([own[number] for own in known if number in own])]
     assert (None if found is None else found.number) == (differ[0] if differ else None)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from workbench.events import Edge, Kind, Phase
+from workbench.replay.endings import Ending
 from workbench.replay.run_positions import (
     ALIVE_NS,
     DEADLOCKED_NS,
@@ -16,7 +17,7 @@ from workbench.replay.run_positions import (
 )
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.read_recording import RecordedRank, Recording
-from workbench.trace.recording import Heartbeat, RunEnd, RunStart, SilentStack
+from workbench.trace.recording import Heartbeat, RecordingStop, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 S = 1_000_000_000
@@ -78,6 +79,8 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
 
 # ---- the states
 
+STOP = RecordingStop(t_ns=9 * S, step=7, reason="No space left on device")
+
 
 @pytest.mark.parametrize(
     ("fields", "known", "now_s", "state"),
@@ -106,6 +109,8 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
         ([FORWARD], {"alive_s": 10}, 10 + ALIVE_NS / S, RunState.RUNS),
         ([FORWARD], {"alive_s": 10}, 10.1 + ALIVE_NS / S, RunState.LOST),
         ([gather(9)], {"alive_s": 20}, 99, RunState.LOST),
+        ([FORWARD], {"alive_s": 10, "stop": STOP}, 99, RunState.UNRECORDED),
+        ([FORWARD], {"end": RunEnd(t_ns=10 * S), "stop": STOP}, 99, RunState.ENDED),
         ([FORWARD], {"end": RunEnd(t_ns=10 * S)}, 99, RunState.ENDED),
         ([FORWARD], {"end": RunEnd(t_ns=10 * S, reason="exit status 3")}, 99, RunState.FAILED),
         # no event yet: since it began
@@ -114,6 +119,9 @@ def gather(t_s, edge=BEGIN, number=4, kind=Kind.ALL_GATHER, **more):
         ([], {"alive_s": 6, "start_s": 3}, 6, RunState.RUNS),
         ([], {"last_beat": None}, 4, RunState.RUNS),
         ([], {"last_beat": None}, 11, RunState.LOST),
+        # its process lives, and writes nothing
+        ([FORWARD], {"alive_s": 10, "process": "stopped"}, 40, RunState.SILENT),
+        ([gather(9)], {"alive_s": 10, "process": "alive"}, 40, RunState.WAITS),
         # a step that is not recorded
         ([FORWARD], {"alive_s": 60, "event_s": 59.9}, 60, RunState.RUNS),
         ([FORWARD], {"alive_s": 60, "event_s": 50}, 60, RunState.SILENT),
@@ -135,9 +143,21 @@ def test_every_state_has_a_test():
 def test_what_a_position_says():
     found = at(recording(rank(0, FORWARD, row(Kind.FORWARD, END, 9.5, unit=3, step=7), alive_s=12)), 12)
     expected = RunPosition(
-        rank=0, state=RunState.RUNS, step=7, kind=Kind.FORWARD, edge=END, unit=3, for_ns=int(2.5 * S)
+        rank=0,
+        state=RunState.RUNS,
+        step=7,
+        kind=Kind.FORWARD,
+        edge=END,
+        unit=3,
+        for_ns=int(2.5 * S),
+        since_ns=int(9.5 * S),
     )
     assert found == (expected,)
+
+
+def test_a_process_that_lives_and_writes_nothing_is_silent_until_now():
+    (found,) = at(recording(rank(0, FORWARD, process="stopped")), 40)
+    assert (found.for_ns, found.activity, found.is_over) == (31 * S, "stopped", False)
 
 
 def test_the_last_event_of_a_rank_that_waits_is_what_it_waits_for():
@@ -146,9 +166,21 @@ def test_the_last_event_of_a_rank_that_waits_is_what_it_waits_for():
     assert (found.kind, found.edge, found.pending.number) == (Kind.WAIT, BEGIN, 4)
 
 
-def test_a_rank_that_has_ended_waits_for_nothing_and_says_why_it_ended():
-    (found,) = at(recording(rank(0, gather(3), end=RunEnd(t_ns=8 * S, reason="ValueError: x"))))
-    assert (found.state, found.pending, found.reason, found.for_ns) == (RunState.FAILED, None, "ValueError: x", 5 * S)
+def test_a_rank_that_has_ended_says_why_and_in_which_collective():
+    end = RunEnd(t_ns=8 * S, reason="ValueError: x", frames=OWN)
+    (found,) = at(recording(rank(0, gather(3), end=end, offset_ns=S)))
+    assert (found.state, found.reason, found.ending) == (RunState.FAILED, "ValueError: x", Ending.ERROR)
+    assert (found.pending.number, found.for_ns, found.frames) == (4, 4 * S, OWN)
+    assert (found.ended_ns, found.ago_ns) == (7 * S, 2 * S)  # on the trace's clock, and by the time of day
+    (found,) = at(recording(rank(0, gather(3), end=RunEnd(t_ns=8 * S))))
+    assert (found.pending, found.ending, found.frames) == (None, Ending.SUCCESS, ())
+
+
+def test_a_wait_that_raised_has_not_ended_though_its_collective_has():
+    waits = [gather(3), row(Kind.WAIT, BEGIN, 4, number=4), gather(5, END)]
+    (found,) = at(recording(rank(0, *waits, end=RunEnd(t_ns=8 * S, reason="RuntimeError: x"))))
+    assert found.pending.number == 4
+    assert at(recording(rank(0, *waits)))[0].pending is None
 
 
 def test_a_rank_without_an_event_has_no_place():
@@ -205,6 +237,12 @@ def test_ranks_that_issued_another_collective_in_its_place_are_named_with_it():
 def test_ranks_without_a_recording_are_unknown():
     found = pending_of(rank(0, gather(1)), rank(2, gather(1)))
     assert (found.absent, found.others, found.unknown) == ((), (), (1, 3))
+
+
+def test_what_a_rank_issued_after_its_recording_stopped_is_unknown():
+    stopped = rank(1, gather(1, number=3), stop=STOP)
+    assert pending_of(rank(0, gather(1)), stopped, groups=((0, 1),)).unknown == (1,)
+    assert pending_of(rank(0, gather(1, number=3)), stopped, groups=((0, 1),)).unknown == ()
 
 
 def test_a_rank_whose_older_rows_are_lost_may_have_begun_it():
@@ -274,17 +312,19 @@ def test_the_users_frame_is_the_innermost_that_is_not_of_a_library():
 
 def test_where_the_ranks_of_a_request_are():
     trace = recording(rank(0, gather(1)), rank(1, gather(1, number=3), gather(2, END, number=3), FORWARD)).trace
-    found = live_positions(trace, {0: DEADLOCKED_NS, 1: STALLED_NS}, (), {0: 0, 1: 0})
+    frames = {0: OWN, 1: OWN[:1]}
+    found = live_positions(trace, {0: DEADLOCKED_NS, 1: STALLED_NS}, (), {0: 0, 1: 0}, frames)
+    assert [each.frames for each in found] == [OWN, OWN[:1]]
     assert [each.state for each in found] == [RunState.WAITS, RunState.SILENT]
     assert (found[0].pending.absent, found[1].pending) == ((1,), None)
-    found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, (), {0: 0, 1: 0})
+    found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, (), {0: 0, 1: 0}, {})
     assert [each.state for each in found] == [RunState.IN_COLLECTIVE, RunState.RUNS]
-    found = live_positions(trace, {}, {0, 1}, {0: 0, 1: 0})
-    assert [(each.state, each.pending) for each in found] == [(RunState.ENDED, None)] * 2
+    found = live_positions(trace, {}, {0, 1}, {0: 0, 1: 0}, frames)
+    assert [(each.state, each.pending, each.frames) for each in found] == [(RunState.ENDED, None, ())] * 2
 
 
 @pytest.mark.parametrize(("since", "absent", "unknown"), [(70, (1,), ()), (60, (), (1,))])
 def test_a_group_that_a_rank_has_not_used_since_the_request_began_is_not_begun_there(since, absent, unknown):
     trace = recording(rank(0, gather(1, group=1), first=70), rank(1, FORWARD, first=70), groups=((0, 1), (0, 1))).trace
-    waits, _ = live_positions(trace, {0: DEADLOCKED_NS}, (), {0: since, 1: since})
+    waits, _ = live_positions(trace, {0: DEADLOCKED_NS}, (), {0: since, 1: since}, {})
     assert (waits.pending.absent, waits.pending.unknown) == (absent, unknown)

@@ -5,12 +5,19 @@ from typing import get_args
 
 import pytest
 
-from tests.replay.test_run_positions import FORWARD, OWN, TORCH, S, gather, rank, row
-from tests.reports.test_run_where import alive, quiet, report
-from workbench.events import Edge, Kind
-from workbench.trace.recording import Activity, RunEnd
+from tests.replay.test_run_positions import FORWARD, OWN, TORCH, WALL, S, gather, rank, recording, row
+from tests.reports.test_run_where import UNITS, alive, quiet, report
+from workbench.events import TORCH_DDP, Edge, Kind, Phase
+from workbench.reports.parted_ranks import SAME_BATCHES, SAME_CALLS
+from workbench.reports.run_where import where
+from workbench.trace.columns import Trace
+from workbench.trace.recording import AFTER, Activity, RunEnd, SilentStack
+from workbench.trace.schema import RankInfo
 
-SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
+CLOSED = (
+    "RuntimeError: [/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [::1]:1. This is typically caused by x"
+)
+TIMED_OUT = "RuntimeError: [/x/gloo/transport/tcp/buf.cc:7] Timed out waiting 9ms for recv operation to complete"
 
 
 def cause_of(*ranks, **more):
@@ -19,19 +26,6 @@ def cause_of(*ranks, **more):
 
 def test_a_run_that_continues_has_no_cause():
     assert cause_of(alive(0, gather(1)), alive(1, row(Kind.FORWARD, Edge.BEGIN, 29, unit=3))) is None
-
-
-@pytest.mark.parametrize(
-    ("end", "why"),
-    [
-        ({"end": RunEnd(t_ns=9 * S, reason="ValueError: x")}, "rank 1: ValueError: x"),
-        ({"alive_s": 9}, "rank 1: was killed, or its host or disk failed"),
-    ],
-)
-def test_a_rank_that_is_gone(end, why):
-    found = cause_of(alive(0, gather(1)), rank(1, FORWARD, **{"alive_s": 30, **end}))
-    assert (found.rule, found.evidence) == ("dead-rank", (why,))
-    assert found.verdict == "rank 1 is gone, and no collective ends without all ranks"
 
 
 def test_ranks_that_part_and_go_on_are_told_too():
@@ -46,7 +40,7 @@ def test_a_rank_that_issued_something_else():
     found = cause_of(
         alive(0, gather(1)), alive(1, other, **quiet(*OWN, TORCH)), alive(2, gather(1)), groups=((0, 1, 2),)
     )
-    assert found.verdict == "rank 1 issued all-reduce where ranks 0, 2 issued all-gather of blocks.2"
+    assert found.verdict == "rank 1 issued all-reduce (model.py:9) where ranks 0, 2 issued all-gather of blocks.2"
     assert found.evidence == (
         "number 4 of group 0 of step 0: rank 1 all-reduce, ranks 0, 2 all-gather of blocks.2",
         f"rank 1 is in {OWN[-1]}",
@@ -85,10 +79,10 @@ def test_a_rank_whose_batches_were_fewer():
     done = row(Kind.OPTIMIZER, Edge.BEGIN, 3)
     found = cause_of(alive(0, *forwards, done, gather(4)), alive(1, *forwards[:1], done, end=RunEnd(t_ns=9 * S)))
     assert found.rule == "uneven-batches"
-    assert found.verdict == "rank 1 has ended, while rank 0 still issued collectives"
+    assert found.verdict == "rank 1 has ended, while rank 0 still issued collectives: all-gather of blocks.2"
     assert found.evidence == (
-        "rank 1: 1 forward, 1 step of the optimizer",
-        "rank 0: 2 forwards, 1 step of the optimizer",
+        "rank 1: 1 forward, 0 backwards, 1 step of the optimizer",
+        "rank 0: 2 forwards, 0 backwards, 1 step of the optimizer",
     )
 
 
@@ -96,20 +90,22 @@ def test_a_rank_that_failed_because_another_had_ended_early():
     """The sockets of the one that has ended are closed, and so the other one raises."""
     ended = alive(1, FORWARD, gather(2), gather(3, Edge.END), end=RunEnd(t_ns=9 * S))
     calls = [gather(1), gather(2, Edge.END), gather(3, number=5)]
-    found = cause_of(alive(0, *calls, end=RunEnd(t_ns=9 * S, reason="RuntimeError: closed by peer")), ended)
+    found = cause_of(alive(0, *calls, end=RunEnd(t_ns=9 * S, reason=CLOSED)), ended)
     assert found.rule == "uneven-batches"
     found = cause_of(alive(0, *calls[:2], end=RunEnd(t_ns=9 * S, reason="ValueError: x")), ended)
-    assert found.rule == "dead-rank"
+    assert found.verdict == "rank 0 failed: ValueError: x"
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups():
     groups = ((0, 1), (1, 0))
-    found = cause_of(alive(0, gather(1)), alive(1, gather(1, group=1, kind=Kind.ALL_REDUCE)), groups=groups)
+    found = cause_of(alive(0, gather(1)), alive(1, gather(1, group=1)), groups=groups)
     assert found.rule == "crossed-groups"
-    assert found.verdict == "ranks 0-1 wait for each other, in different groups"
+    assert found.verdict == (
+        "rank 0 issued all-gather of blocks.2 in group 0 where rank 1 issued all-gather of blocks.2 in group 1"
+    )
     assert found.evidence == (
         "rank 0 waits for all-gather of blocks.2 in group 0, which rank 1 has not started",
-        "rank 1 waits for all-reduce of blocks.2 in group 1, which rank 0 has not started",
+        "rank 1 waits for all-gather of blocks.2 in group 1, which rank 0 has not started",
     )
 
 
@@ -129,14 +125,252 @@ def test_it_is_said_what_a_rank_does_that_does_not_come(activity):
     assert "it sleeps, waits for data, or computes" not in found.fix
 
 
-def test_where_all_have_started_the_cause_is_not_recorded():
-    assert cause_of(alive(0, gather(1)), alive(1, gather(2))) is None
+def test_a_collective_that_all_have_started_and_that_does_not_end():
+    found = cause_of(alive(0, gather(1)), alive(1, gather(2)))
+    assert found.rule == "stuck-collective"
+    assert found.verdict == "ranks 0-1 wait for all-gather of blocks.2, which all of its ranks have started"
+    source = {"kind": Kind.BROADCAST, "unit": -1}
+    ended = [gather(1, **source), gather(2, Edge.END, **source), gather(3, number=5, **source)]
+    found = cause_of(alive(0, *ended), alive(1, gather(2, **source)))
+    assert found.verdict == (
+        "rank 1 waits for broadcast number 4 of group 0, which all of its ranks have started, and rank 0 has ended"
+    )
+    assert found.fix.startswith("pass the same src or dst on all ranks")
 
 
-def test_the_cause_stands_below_the_headline_and_is_escaped():
+def test_the_cause_is_the_headline_and_stands_below_the_headline_and_is_escaped():
     found = report(alive(0, gather(1)), alive(1, FORWARD, **quiet("<b>")))
-    _, cause, evidence, fix, *_ = str(found).splitlines()
-    assert cause == "  fault: rank 1 does not come: the others wait for what it does outside of collectives"
+    headline, evidence, fix, *_ = str(found).splitlines()
+    assert headline == found.cause.verdict
+    assert headline.startswith("rank 1 does not come: the others wait for what it does outside of collectives, in <b>")
     assert evidence == "  evidence: rank 1 has recorded no event for 21.0 s, in <b>"
     assert fix.startswith("  fix: look at that line")
     assert "<b>" not in found._repr_html_()
+
+
+# ---- the same verdict before and after the end
+
+BATCH = [row(kind, Edge.BEGIN, 0.1, unit=0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+BATCH += [row(kind, Edge.END, 0.1, unit=0) for kind in (Kind.FORWARD, Kind.BACKWARD)]
+BARRIER = {"kind": Kind.BARRIER, "unit": -1}
+IN_LOOP, PAST_LOOP = "/x/train.py:5 in main, loop 4: step()", "/x/train.py:6 in main: dist.barrier()"
+IF_RANK = "/x/train.py:6 in main, loop 4: evaluate()"
+PAIRS = ((0, 1), (0, 1), (1, 0))
+RECEIVES = {"kind": Kind.RECV, "unit": -1, "number": 0}
+
+
+def stack(frame, seq):
+    return {"quiet": (SilentStack(t_ns=9 * S, seq=seq, frames=(frame,)),)}
+
+
+def forward(t_s):
+    return {**gather(t_s, unit=0), "phase": Phase.FORWARD}
+
+
+STALLS = {
+    "other-collective": [(0, [gather(1)], {}), (1, [gather(1, kind=Kind.ALL_REDUCE, unit=-1)], {})],
+    "other-payload": [(0, [{**gather(1), "num_bytes": 8}], {}), (1, [{**gather(1), "num_bytes": 64}], {})],
+    "crossed-groups": [(0, [gather(1)], {}), (1, [gather(1, group=1)], {})],
+    "late-rank": [(0, [gather(1)], {}), (1, [row(Kind.FORWARD, Edge.BEGIN, 1, unit=3)], stack(OWN[0], 1))],
+    "uneven-batches": [
+        (0, [*BATCH, forward(1)], stack(IN_LOOP, 5)),
+        (1, [*BATCH, gather(1, **BARRIER)], stack(PAST_LOOP, 5)),
+    ],
+    "uneven-passes": [
+        (0, [*BATCH[:2], {**gather(1), "phase": Phase.BACKWARD}], {}),
+        (1, [BATCH[0], BATCH[2], row(Kind.FORWARD, Edge.BEGIN, 0.5, unit=0), gather(1, unit=1)], {}),
+    ],
+    "unpaired-calls": [(0, [gather(1, group=2, **RECEIVES)], {}), (1, [gather(1, group=1, **RECEIVES)], {})],
+}
+
+
+def ended_as(how, number):
+    """Return what is known of a rank that stands at 10 s, and what ended it."""
+    reasons = {"timed out": [TIMED_OUT, CLOSED], "first killed, then closed": ["", CLOSED], "stopped": [STOPPED] * 2}
+    reason = reasons.get(how, ["", ""])[number]
+    return {"alive_s": 10, **({"end": RunEnd(t_ns=10 * S + number, reason=reason)} if reason else {})}
+
+
+STOPPED = "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("how", ["stands", "killed", "timed out", "first killed, then closed", "stopped"])
+@pytest.mark.parametrize("rule", STALLS)
+def test_the_verdict_is_the_same_before_and_after_the_end(rule, how):
+    ranks = [rank(number, *fields, **known, **ended_as(how, number)) for number, fields, known in STALLS[rule]]
+    standing = [rank(number, *fields, **known) for number, fields, known in STALLS[rule]]
+    before = report(*standing, now_s=10, groups=PAIRS).cause
+    found = report(*ranks, now_s=10 if how == "stands" else 40, groups=PAIRS).cause
+    assert (before.rule, found.rule) == (rule, rule)
+    assert (found.verdict, found.fix) == (before.verdict, before.fix)
+    assert found.evidence[: len(before.evidence)] == before.evidence
+    assert len(found.evidence) == len(before.evidence) + (how != "stands")  # what ended the ranks comes last
+
+
+def test_the_other_groups_of_an_engine_are_compared_too():
+    """The engine's own group and c10d's have separate numbers."""
+    ranks = [alive(0, gather(1, kind=Kind.ALL_REDUCE, unit=-1)), *(alive(n, gather(1, group=1)) for n in (1, 2))]
+    found = cause_of(*ranks, groups=((0, 1, 2), (0, 1, 2)))
+    assert found.rule == "other-collective"
+    assert found.verdict == "rank 0 issued all-reduce where ranks 1-2 issued all-gather of blocks.2"
+
+
+# ---- forwards and backwards
+
+
+@pytest.mark.parametrize(
+    ("frame", "rule", "fix"),
+    [
+        (PAST_LOOP, "uneven-batches", SAME_BATCHES),
+        (IF_RANK, "other-collective", SAME_CALLS),
+        (
+            "/x/other.py:9 in f: g()",
+            "other-collective",
+            f"{SAME_CALLS}; if rank 1 had no further batch, {SAME_BATCHES}",
+        ),
+    ],
+)
+def test_uneven_batches_are_told_from_a_further_collective_by_the_loop(frame, rule, fix):
+    ranks = [
+        alive(0, *BATCH, forward(1), **stack(IN_LOOP, 5)),
+        alive(1, *BATCH, gather(1, **BARRIER), **stack(frame, 5)),
+    ]
+    found = cause_of(*ranks)
+    assert (found.rule, found.fix) == (rule, fix)
+    place = frame.partition(" in ")[0].rpartition("/")[2]
+    assert (
+        found.verdict == f"rank 1 issued barrier ({place}) after 1 forward, where rank 0 began forward 2 (train.py:5)"
+    )
+    assert found.evidence[1:3] == (
+        "rank 1: 1 forward, 1 backward, 0 steps of the optimizer",
+        "rank 0: 2 forwards, 1 backward, 0 steps of the optimizer",
+    )
+
+
+def test_a_backward_that_one_rank_left_out():
+    (_, fields, _), (_, others, _) = STALLS["uneven-passes"]
+    found = cause_of(alive(0, *fields), alive(1, *others), alive(2, *fields), groups=((0, 1, 2),))
+    assert found.verdict == "rank 1 left out the backward of step 0, which ranks 0, 2 ran"
+
+
+def test_micro_batches_of_which_one_rank_has_fewer():
+    reduces = {**gather(1, kind=Kind.REDUCE_SCATTER, unit=0), "phase": Phase.BACKWARD}
+    found = cause_of(alive(0, *BATCH, forward(1)), alive(1, *BATCH[:2], reduces))
+    assert found.rule == "uneven-batches"
+    assert found.verdict == "rank 1 issued reduce-scatter of (root) after 1 forward, where rank 0 began forward 2"
+
+
+def test_a_step_in_which_one_rank_has_fewer_micro_batches():
+    further, done = row(Kind.FORWARD, Edge.BEGIN, 1, unit=0), row(Kind.OPTIMIZER, Edge.BEGIN, 1)
+    found = cause_of(alive(0, *BATCH, done, gather(2, **BARRIER)), alive(1, *BATCH, further, gather(2)))
+    assert found.rule == "uneven-batches"
+    assert found.verdict == "rank 0 ran 1 forward before the optimizer in step 0, rank 1 began forward 2"
+
+
+# ---- sends and receives
+
+
+def test_a_receive_without_a_send():
+    groups = ((0, 1, 2), (1, 0))
+    barrier = gather(2, **BARRIER, number=0)
+    sent = [gather(1, kind=kind, unit=-1, number=0, group=1) for kind in (Kind.SEND, Kind.RECV)]
+    done = row(Kind.RECV, Edge.END, 1.5, number=0, group=1)
+    waits = gather(2, **{**RECEIVES, "number": 1}, group=1)
+    ranks = [alive(0, sent[1], done, waits), alive(1, sent[0], {**done, "kind": Kind.SEND}, barrier), alive(2, barrier)]
+    found = cause_of(*ranks, groups=groups)
+    assert found.rule == "unpaired-calls"
+    assert found.verdict == (
+        "rank 0 receives from rank 1 once more than that rank sent: it sent 1, "
+        "and waits for barrier number 0 of group 0"
+    )
+    ranks[1] = alive(1, sent[0], {**done, "kind": Kind.SEND}, end=RunEnd(t_ns=9 * S))
+    assert cause_of(*ranks, groups=groups).verdict.endswith("it sent 1, and has ended")
+
+
+# ---- what torch does not announce
+
+
+def of_ddp(*ranks):
+    """Return the report on ranks whose torch does not announce collectives that C++ issues."""
+    found = recording(*ranks)
+    infos = tuple(RankInfo(rank=number, host="a", device="cpu", pid=1, sees_cpp=False) for number in (0, 1))
+    header = replace(found.trace.header, units=(replace(UNITS[0], engine=TORCH_DDP),), ranks=infos)
+    return where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S)
+
+
+def test_a_rank_that_may_wait_unseen_is_not_called_late():
+    """One rank loads its batch; the other is in a backward whose all-reduces are not announced."""
+    found = of_ddp(alive(0, *BATCH[:2]), alive(1, BATCH[0], BATCH[1], *BATCH[2:], **stack(OWN[0], 4)))
+    assert (found.cause.rule, found.cause.verdict[:6]) == ("late-rank", "rank 1")
+    assert found.notes[-1].startswith("rank 0 is in a backward of DistributedDataParallel")
+    found = of_ddp(alive(0, *BATCH[:2]), alive(1, gather(1, **BARRIER, number=0)))
+    assert found.cause.rule == "uneven-batches"
+    assert found.cause.evidence[:2] == (
+        "rank 1: 0 forwards, 0 backwards, 0 steps of the optimizer",
+        "rank 0: 1 forward, 1 backward, 0 steps of the optimizer",
+    )
+    assert of_ddp(*(alive(number, *BATCH[:2]) for number in (0, 1))).cause is None
+
+
+# ---- which program ended first
+
+
+def failed(number, t_s, reason, *frames):
+    return rank(number, gather(1), alive_s=t_s, end=RunEnd(t_ns=int(t_s * S), reason=reason, frames=frames))
+
+
+def killed(number, t_s):
+    return rank(number, gather(t_s - 0.2), alive_s=t_s)
+
+
+BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict", "fix"),
+    [
+        (
+            [failed(0, 3.1, CLOSED), failed(1, 3, "ValueError: boom", *BOOM), failed(2, 3.1, CLOSED)],
+            "rank 1 failed first: ValueError: boom, train.py:12; "
+            "ranks 0, 2 failed 100 ms later because their peer was gone",
+            "correct the error of rank 1 at train.py:12; the others ended because of it",
+        ),
+        (
+            [failed(0, 3.1, f"KeyError: 1{AFTER}{CLOSED}"), failed(1, 3, "exit status 3")],
+            "rank 1 failed first: exit status 3; rank 0 failed 100 ms later because its peer was gone",
+            "see why rank 1 ended the program; the others ended because of it",
+        ),
+        (
+            [failed(0, 3.1, CLOSED), killed(1, 3)],
+            "rank 1 was killed first, or called os._exit; rank 0 failed 100 ms later because its peer was gone",
+            "find out what killed rank 1: ",
+        ),
+        # the last sign of life of a process that is killed is earlier than its end
+        (
+            [failed(0, 3, "ValueError: boom"), killed(1, 2.5)],
+            "rank 0 failed first: ValueError: boom; rank 1",
+            "correct",
+        ),
+        ([failed(0, 9, "ValueError: boom"), killed(1, 2.5)], "rank 1 was killed first", "find out what killed rank 1"),
+        ([failed(n, 3, "ValueError: boom") for n in (0, 1)], "ranks 0-1 failed: ValueError: boom", "correct the error"),
+        ([killed(n, 3) for n in (0, 1)], "ranks 0-1 were killed, or called os._exit", "find out"),
+        ([failed(0, 3, CLOSED), rank(1, alive_s=3)], "rank 1 was killed first", "find out what killed rank 1"),
+        ([failed(0, 3, "MemoryError"), failed(1, 3.5, CLOSED)], "rank 0 failed first: MemoryError;", "let rank 0 need"),
+        (
+            [failed(0, 3, CLOSED)],
+            "rank 0 failed: RuntimeError: Connection closed by peer [::1]:1",
+            "see what ended the process that rank 0 waited for",
+        ),
+        (
+            [failed(n, 3, STOPPED) for n in (0, 1)],
+            "ranks 0-1 were interrupted: KeyboardInterrupt",
+            "start the run again",
+        ),
+    ],
+)
+def test_the_program_that_ended_first(ranks, verdict, fix):
+    found = cause_of(*ranks, groups=((0, 1, 2),))
+    assert found.rule == "dead-rank"
+    assert found.verdict.startswith(verdict)
+    assert found.fix.startswith(fix)
+    assert "gloo" not in str(found)

@@ -2,6 +2,7 @@
 
 import linecache
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,12 +103,15 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     file = "/tmp/ipykernel_1/1.py"
     monkeypatch.setitem(linecache.cache, file, (len(CELL), None, CELL.splitlines(keepends=True), file))
     exec(compile(CELL, file, "exec"), cell)
-    assert cell["here"] == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
-    assert cell["there"] == CellLine(line=2, function="f", text="return ask()")
+    here, there = cell["here"], cell["there"]
+    assert replace(here, frames=()) == CellLine(line=3, function="<module>", text="here, there = ask(), f()")
+    assert replace(there, frames=()) == CellLine(line=2, function="f", text="return ask()")
+    assert there.frames[:2] == ("cell:3 in <module>: here, there = ask(), f()", "cell:2 in f: return ask()")
     assert ask() is None
     cell["__file__"] = script = "/home/me/train.py"
     monkeypatch.setitem(linecache.cache, script, (len(CELL), None, CELL.splitlines(keepends=True), script))
     exec(compile(CELL, script, "exec"), cell)
-    assert cell["there"] == CellLine(line=2, function="f", text="return ask()", script="train.py")
+    there = replace(cell["there"], frames=())
+    assert there == CellLine(line=2, function="f", text="return ask()", script="train.py")
     exec("command = ask()", cell)  # as ipyparallel runs a command: in the namespace of cells, but in no cell
     assert cell["command"] is None

@@ -7,7 +7,7 @@ Steps, units and what else the ranks did are not in them. gloo gives no times of
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -22,7 +22,7 @@ from workbench.importers.rank_rows import EventRow, GroupTable, RankRows, rank_i
 from workbench.trace.columns import Trace
 from workbench.trace.invariants import MAX_RANKS
 from workbench.trace.read_recording import RecordedRank, Recording, missing_ranks
-from workbench.trace.recording import Heartbeat, RunStart, SilentStack
+from workbench.trace.recording import Activity, Heartbeat, RunStart, SilentStack
 from workbench.trace.schema import Header, RankInfo
 
 MAX_PICKLE_BYTES = 64 << 20
@@ -74,23 +74,27 @@ def read(paths: Sequence[Path]) -> Recording:
     Args:
         paths: one file a rank, whose name has its rank: ``nccl_trace_rank_3``.
 
+    A file that is no dump, is too long, damaged, or of the rank of another one, is left out with a note.
+
     Raises:
-        TraceError: a file is no dump, is too long or damaged, or two are of the same rank.
-        OSError: a file cannot be read.
+        TraceError: no file is a dump, or they have too many collectives.
     """
     notes: list[str] = []
     dumps: dict[int, _Dump] = {}
     for path in sorted(paths):
         try:
             dump = _read_dump(path, notes)
-        except TraceError as error:
-            raise TraceError(f"cannot read {path}: {error}") from error
+        except (TraceError, OSError) as error:
+            notes.append(f"{path.name} is left out: {error}")
+            continue
         if dump.rank in dumps:
             notes.append(f"{path.name} is left out: another file is of rank {dump.rank}")
         else:
             dumps[dump.rank] = dump
         if sum(len(each.entries) for each in dumps.values()) > MAX_ENTRIES:
             raise TraceError(f"the dumps have more than {MAX_ENTRIES:,} collectives: open fewer ranks")
+    if not dumps:
+        raise TraceError("; ".join(notes) or "there are no dumps")
     return _joined(dumps, notes)
 
 
@@ -221,13 +225,12 @@ def _joined(dumps: dict[int, _Dump], notes: list[str]) -> Recording:
     for rank, dump in sorted(dumps.items()):
         rows = _rows(dump, groups, origin)
         ranks.append(rows.trace([], [], []))
-        pending = _pending(dump)
         newest = max((row.t_ns for row in rows.rows), default=0)
         end_ns = dump.written_ns - origin
         recorded[rank] = RecordedRank(
             start=RunStart(rank=rank, world_size=world, clock=_CLOCK, t_ns=0, wall_ns=origin),
             header=Header(),
-            quiet=(SilentStack(t_ns=end_ns, seq=len(rows.rows), frames=pending.frames),) if pending else (),
+            quiet=tuple(_stack(dump, end_ns, len(rows.rows))),
             last_beat=Heartbeat(t_ns=end_ns, wall_ns=dump.written_ns, event_ns=newest),
         )
     header = Header(
@@ -249,6 +252,15 @@ def _joined(dumps: dict[int, _Dump], notes: list[str]) -> Recording:
     if any(entry.end_ns is not None and not entry.has_end_time for entry in every):
         notes.append("the dumps do not say when collectives ended: those that have are drawn without length")
     return Recording(trace=trace, ranks=recorded, notes=tuple(notes))
+
+
+def _stack(dump: _Dump, t_ns: int, seq: int) -> Iterator[SilentStack]:
+    """Yield the stack of the collective that a rank waits for, or else of its last one."""
+    pending = _pending(dump)
+    last = pending or (dump.entries[-1] if dump.entries else None)
+    if last is not None and last.frames:
+        activity: Activity = "" if pending else "since its last collective"
+        yield SilentStack(t_ns=t_ns, seq=seq, frames=last.frames, activity=activity)
 
 
 def _rows(dump: _Dump, groups: GroupTable, origin: int) -> RankRows:

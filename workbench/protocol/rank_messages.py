@@ -184,12 +184,14 @@ class CellLine:
         function: name of the function; ``<module>``: the cell or the script itself.
         text: text of the line.
         script: name of the script's file; empty: a cell.
+        frames: the calls of the user's code, the innermost last, as :mod:`workbench.trace.frames` has them.
     """
 
     line: int
     function: str
     text: str
     script: str = ""
+    frames: tuple[str, ...] = ()
 
 
 @request("line", looks=True)

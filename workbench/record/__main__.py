@@ -73,6 +73,7 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
         recording = None
         _say(here, f"this run is not recorded: {type(error).__name__}: {error}")
     reason, before = "the process ended early", getrusage(RUSAGE_CHILDREN).ru_minflt
+    cause: BaseException | None = None
     try:
         sys.argv = list(program)
         if args.module:
@@ -87,11 +88,11 @@ def _run(args: argparse.Namespace, folder: Path, here: Place) -> None:
             from workbench.engine.explain import explain  # noqa: PLC0415 - torch
 
             explain(error)
-        reason = reason_of(error)
+        reason, cause = reason_of(error), error
         raise
     finally:
         if recording is not None:
-            recording.end(reason)
+            recording.end(reason, cause)
             has_children = getrusage(RUSAGE_CHILDREN).ru_minflt > before
             if recording.is_empty and has_children and not here.launcher:
                 _say(

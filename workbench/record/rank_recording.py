@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -10,36 +11,48 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import torch
 
 from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
+from workbench.events import Unit
+from workbench.record.crash_report import CrashReport
 from workbench.record.launch import Place
 from workbench.record.thread_activity import ThreadActivity
 from workbench.runtime import error_notes
+from workbench.runtime.enclosing_loops import loop_words
 from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
+from workbench.trace.frames import is_of_a_library
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
-from workbench.trace.schema import Header, RankInfo
+from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 from workbench.watch import Watch, sees_all_collectives
 from workbench.watch.patches import Patches
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
 
+FLUSH_S = 0.02
+"""Limit of the time for which a rank waits until a collective that it has never issued before is written."""
+
+_FLUSH_EVERY_S = 0.05
+_MAX_ISSUED = 10_000
 QUIET_S = (1, 10, 60)
 """Times without an event, in seconds, after which the main thread's stack is written."""
 
 _BEAT_S = 1.0
 _MAX_FRAMES = 200
+_MAX_TEXT = 20_000
+_CALL_IN_TEXT = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 _MAX_LINE = 200
 _OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "watch"))
 
@@ -105,7 +118,10 @@ class RankRecording:
         self._pid = os.getpid()
         self._progress = _Progress((-1, 0, 0), start.t_ns)
         self._next_beat = 0.0
-        self._stop = threading.Event()
+        self._stop, self._wake, self._flushed = threading.Event(), threading.Event(), threading.Event()
+        self._issued: set[tuple[int, int, int, int]] = set()
+        self._next_flush = 0.0
+        self._crash = CrashReport(folder, here.rank)
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
         self._has_stopped = self._is_over = False
         self._watch: Watch | None = None
@@ -126,7 +142,8 @@ class RankRecording:
                 self._writer.stop(time.monotonic_ns(), repr(error))
             self._writer.close()
             raise
-        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in hooks)]
+        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in hooks), self._crash.begin().end]
+        self._recorder.on_issue = self._flush_new
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
@@ -137,18 +154,25 @@ class RankRecording:
         self._steps.expect_no_forwards()
         self._complain(sentence)
 
-    def end(self, reason: str = "") -> None:
-        """Stop recording, and write the rest; ``reason`` says why the program ended, empty for success."""
+    def end(self, reason: str = "", error: BaseException | None = None) -> None:
+        """Stop recording, and write the rest.
+
+        Args:
+            reason: why the program ended; empty for success.
+            error: what it raised, whose traceback is written.
+        """
         if self._is_over or os.getpid() != self._pid:  # a forked process that ends as this one would
             return
         self._leave()
         try:
             if not self._has_stopped:
                 self._write()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the program ends as it would without
-            self._stop_early(error)
+        except Exception as problem:  # noqa: BLE001 - whatever it is, the program ends as it would without
+            self._stop_early(problem)
+        frames = () if error is None or not reason else (*_frames_of(error),)
+        own = [each for each in frames if not is_of_a_library(each)]
         with suppress(OSError):
-            self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason))
+            self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=tuple(own)))
         self._writer.close()
 
     def at_end(self, undo: Callable[[], object]) -> None:
@@ -167,6 +191,7 @@ class RankRecording:
             with suppress(Exception):  # the program goes on as it would without
                 undo()
         self._stop.set()
+        self._wake.set()
         self._thread.join()
 
     @property
@@ -175,12 +200,17 @@ class RankRecording:
         return not self._written and self._writer.exists
 
     def forget(self) -> None:
-        """Announce nothing more to the recorder."""
+        """Announce nothing more to the recorder, and report no crash."""
+        self._recorder.on_issue = None
+        self._crash.end()
         if probe.active is self._recorder:
             probe.active = None
 
     def _run(self) -> None:
-        while not self._stop.wait(PERIOD_S):
+        while self._wake.wait(PERIOD_S) or not self._stop.is_set():
+            if self._stop.is_set():
+                return
+            self._wake.clear()
             try:
                 self._write()
                 self._write_if_quiet()
@@ -188,6 +218,23 @@ class RankRecording:
             except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
                 self._stop_early(error)
                 return
+            finally:
+                self._flushed.set()
+
+    def _flush_new(self, call: tuple[int, int, int, int]) -> None:
+        """Wait a moment until a collective is written that this rank has not issued before.
+
+        If ranks issue different ones, a library may end the process within it, before the next write: gloo does so on a
+        rank that receives more bytes than it expects.
+        """
+        if call in self._issued or (now := time.monotonic()) < self._next_flush or self._has_stopped:
+            return
+        if len(self._issued) < _MAX_ISSUED:
+            self._issued.add(call)
+        self._next_flush = now + _FLUSH_EVERY_S
+        self._flushed.clear()
+        self._wake.set()
+        self._flushed.wait(FLUSH_S)
 
     def _stop_early(self, error: Exception) -> None:
         self._has_stopped = True
@@ -204,9 +251,10 @@ class RankRecording:
         while self._notes:
             self._writer.note(self._notes.popleft())
         drained = self._recorder.drain(self._written)
-        if self._recorder.header_version != self._header_version:
-            self._header_version = self._recorder.header_version
-            self._writer.set_header(self._recorder.header)
+        version, header = self._recorder.header_version, described(self._recorder.header, drained.rows)
+        if version != self._header_version or header is not self._recorder.header:
+            self._header_version = version
+            self._writer.set_header(header)
         self._writer.append(drained.rows, drained.key_frame, lost=drained.lost)
         self._written = drained.key_frame.seq
 
@@ -233,6 +281,29 @@ class RankRecording:
             self._writer.write(FrameKind.HEARTBEAT, beat)
 
 
+def described(header: Header, packed: bytes) -> Header:
+    """Return the header with an entry for each unit of some rows: an engine may describe a unit after its first row."""
+    highest = int(np.frombuffer(packed, ROW_DTYPE)["unit"].max(initial=-1))
+    missing = (_unknown_unit(index) for index in range(len(header.units), highest + 1))
+    return replace(header, units=(*header.units, *missing)) if highest >= len(header.units) else header
+
+
+def _unknown_unit(index: int) -> Unit:
+    return Unit(
+        index=index,
+        name="",
+        root=-1,
+        params=(),
+        reshard_after_forward=False,
+        shard_size=1,
+        compute_dtype="",
+        reduce_dtype="",
+        compute_itemsize=0,
+        reduce_itemsize=0,
+        gone=True,
+    )
+
+
 @dataclass(slots=True)
 class _Progress:
     """How far the main thread has come.
@@ -248,14 +319,28 @@ class _Progress:
     stacks: int = 0
 
 
+def _frames_of(error: BaseException) -> Iterator[str]:
+    """Yield the calls that raised an error, then those of a traceback in its text, as of a worker of a loader."""
+    yield from _frames(traceback.extract_tb(error.__traceback__))
+    for path, line, name in _CALL_IN_TEXT.findall(str(error)[:_MAX_TEXT]):
+        yield _frame(traceback.FrameSummary(path, int(line), name))
+
+
 def stack_of(frame: FrameType) -> tuple[str, ...]:
     """Return the calls of a stack, the innermost last, without those of the recording itself."""
-    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith(_OWN)]
+    return _frames(traceback.extract_stack(frame))
+
+
+def _frames(stack: traceback.StackSummary) -> tuple[str, ...]:
+    calls = [call for call in stack if not call.filename.startswith(_OWN)]
     first = next((at for at, call in enumerate(calls) if "runpy" not in call.filename), 0)
-    return tuple(
-        f"{call.filename}:{call.lineno} in {call.name}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
-        for call in calls[first:][-_MAX_FRAMES:]
-    )
+    return tuple(_frame(call) for call in calls[first:][-_MAX_FRAMES:])
+
+
+def _frame(call: traceback.FrameSummary) -> str:
+    """Return a call as text: ``train.py:31 in main, loop 20, 24: loss.backward()``; 24 is the innermost loop's line."""
+    loops = "" if is_of_a_library(call.filename) else loop_words(call.filename, call.lineno or 0)
+    return f"{call.filename}:{call.lineno} in {call.name}{loops}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
 
 
 def _forget(recording: RankRecording | None) -> None:

@@ -1,30 +1,34 @@
-"""Why a script ended, in a sentence."""
+"""Why a script ended, as its recording has it."""
 
 from __future__ import annotations
 
-from traceback import walk_tb
+from workbench.trace.recording import AFTER
 
 _MAX_REASON = 500
 """Characters of an error's text that are recorded."""
 
-_SCRIPTS = ("__main__", "__mp_main__")
-"""Names under which a script runs: by itself, and in processes that multiprocessing starts."""
+_MAX_CHAIN = 3
+"""Errors of a chain that are recorded, the last one first."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a script ended that raised ``error``; empty if it ended well."""
+    """Return why a script ended that raised ``error``; empty if it ended well.
+
+    The errors follow that were being handled when it was raised.
+    """
     if isinstance(error, SystemExit):
         is_number = isinstance(error.code, int)
         return "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
-    text = " ".join(str(error).split())[:_MAX_REASON]
-    return f"{type(error).__name__}: {text}".removesuffix(": ") + _line_of(error)
+    found: list[str] = []
+    current: BaseException | None = error
+    while current is not None and len(found) < _MAX_CHAIN:
+        text = " ".join(_without_traceback(str(current)).split())[:_MAX_REASON]
+        found.append(f"{type(current).__name__}: {text}".removesuffix(": "))
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    return AFTER.join(found)
 
 
-def _line_of(error: BaseException) -> str:
-    """Return the script's innermost line in an error's traceback; empty if it has none."""
-    found = ""
-    for frame, line in walk_tb(error.__traceback__):
-        is_own = frame.f_globals.get("__package__") == __package__
-        if frame.f_globals.get("__name__") in _SCRIPTS and not is_own:
-            found = f", at line {line} of {frame.f_code.co_filename}"
-    return found
+def _without_traceback(text: str) -> str:
+    """Return an error's text without the traceback of another process, such as a worker of a loader, but its error."""
+    before, found, inner = text.partition("Original Traceback (most recent call last):")
+    return f"{before} {inner.strip().splitlines()[-1]}" if found and inner.strip() else text

@@ -64,17 +64,17 @@ class SpawnedRank:
         """Call the function, and record it."""
         patches = Patches("this process is", say_as(f"process {index}"))
         at_first_group(patches, lambda rank, size: self._begin(index, rank, size))
-        reason = ""
+        reason, cause = "", None
         try:
             return self._run(index, *args)
         except BaseException as error:
             explain(error)
-            reason = reason_of(error)
+            reason, cause = reason_of(error), error
             raise
         finally:
             patches.undo()
             if self._recording is not None:
-                self._recording.end(reason)
+                self._recording.end(reason, cause)
 
     def _begin(self, index: int, rank: int, size: int) -> None:
         say, options = say_as(f"rank {rank}"), self._options

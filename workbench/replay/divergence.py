@@ -8,18 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, NUMBERED, Edge, Kind
+from workbench.replay.passes import BegunPass, passes_before
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 
 _ALIKE = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
 """Kinds whose payload is the same on all ranks."""
+
+
+_CONTEXTS = (32, 8, 2)
+"""Numbers of calls that tell what usually follows them, the longest first."""
 
 
 class Parting(Enum):
@@ -59,11 +64,14 @@ class Divergence:
         group: index of the group.
         number: how many collectives the group issued before it.
         step: step of the ranks that are fewer.
-        most: what most ranks issued; of two equal parties that of the lowest rank.
+        most: what most ranks issued; of two equal parties that of the lowest rank. If only the others issued what
+            followed the same calls before, theirs.
         most_ranks: these ranks.
         other: what others issued in its place.
         other_ranks: these ranks.
         parting: how the calls of the fewer ranks differ from those of most.
+        most_passes: passes that the lowest of most ranks had begun when it issued its own.
+        other_passes: passes that the lowest of the others had begun.
     """
 
     group: int
@@ -74,6 +82,20 @@ class Divergence:
     other: IssuedCall
     other_ranks: tuple[int, ...]
     parting: Parting
+    most_passes: tuple[BegunPass, ...] = ()
+    other_passes: tuple[BegunPass, ...] = ()
+
+    def swapped(self) -> Divergence:
+        """Return the same with the parties swapped: ``most`` did what all did before."""
+        return replace(
+            self,
+            most=self.other,
+            most_ranks=self.other_ranks,
+            most_passes=self.other_passes,
+            other=self.most,
+            other_ranks=self.most_ranks,
+            other_passes=self.most_passes,
+        )
 
 
 def first_divergence(trace: Trace) -> Divergence | None:
@@ -88,11 +110,88 @@ def first_divergence(trace: Trace) -> Divergence | None:
         number = _first_number(calls.values())
         if number is not None:
             found.append(_divergence(group, number, calls))
-    return min(found, key=lambda each: each[0])[1] if found else None
+    if not found:
+        return None
+    _, first = min(found, key=lambda each: each[0])
+    most, other = (
+        passes_before(trace.header, trace.rank(ranks[0]), _seq_of(issued[ranks[0]], first.group, first.number))
+        for ranks in (first.most_ranks, first.other_ranks)
+    )
+    found_first = replace(first, most_passes=most, other_passes=other)
+    calls_of = [(trace.rank(ranks[0]), first.group, first.number) for ranks in (first.most_ranks, first.other_ranks)]
+    is_swapped = first.parting is Parting.UNKNOWN and [is_usual(*call) for call in calls_of] == [False, True]
+    return found_first.swapped() if is_swapped else found_first
+
+
+def _seq_of(issued: Rows, group: int, number: int) -> int:
+    """Return the row that begins a call that was issued."""
+    return int(issued["seq"][(issued["comm_group"] == group) & (issued["comm_seq"] == number)][0])
+
+
+def is_usual(part: RankTrace, group: int, number: int) -> bool | None:
+    """Return whether a rank has issued a call after the same calls before, in all of its groups.
+
+    None: the calls before it are new, or other calls followed them too.
+
+    Example: ``A B C A B C A B D`` -> False for ``D``, since ``C`` followed ``A B``.
+    """
+    rows = _numbered(part)
+    at = np.flatnonzero((rows["comm_group"] == group) & (rows["comm_seq"] == number))
+    if not len(at):
+        return None
+    rows = rows[: at[0] + 1]
+    _, codes = np.unique(np.column_stack([rows["comm_group"], _codes(rows)]), axis=0, return_inverse=True)
+    codes = codes.reshape(-1)
+    for length in (length for length in _CONTEXTS if length < len(codes) - 1):
+        windows = np.lib.stride_tricks.sliding_window_view(codes[:-2], length)
+        after = codes[np.flatnonzero((windows == codes[-1 - length : -1]).all(axis=1)) + length]
+        if len(after):
+            return bool(after[0] == codes[-1]) if (after == after[0]).all() else None
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnsharedCall:
+    """A collective, send or receive that a rank has issued and another rank of its group has not.
+
+    Attributes:
+        call: what it issued.
+        group: index of the group.
+        number: how many the group issued before it.
+    """
+
+    call: IssuedCall
+    group: int
+    number: int
+
+
+def first_unshared(trace: Trace, rank: int, other: int) -> UnsharedCall | None:
+    """Return the first call that a rank has issued in a group with another rank, which has not; None if none is known.
+
+    Args:
+        trace: of both.
+        rank: that issued it.
+        other: that did not.
+    """
+    mine, theirs = (_numbered(trace.rank(each)) for each in (rank, other))
+    groups = [at for at, info in enumerate(trace.header.comm_groups) if {rank, other} <= set(info.ranks)]
+    reached = {group: max(theirs["comm_seq"][theirs["comm_group"] == group], default=-1) for group in groups}
+    own = mine[np.isin(mine["comm_group"], groups)]
+    newest = own[[seq > reached[group] for group, seq in zip(own["comm_group"].tolist(), own["comm_seq"], strict=True)]]
+    if not len(newest):
+        return None
+    first = newest[0]
+    return UnsharedCall(call=_call(first), group=int(first["comm_group"]), number=int(first["comm_seq"]))
+
+
+def _numbered(part: RankTrace) -> Rows:
+    is_call = np.isin(part.kinds, NUMBERED) & (part.rows["edge"] == Edge.BEGIN)
+    rows: Rows = part.rows[is_call & (part.rows["comm_seq"] >= 0)]
+    return rows
 
 
 def _issued(part: RankTrace) -> Rows:
-    is_issued = np.isin(part.rows["kind"], COLLECTIVES) & (part.rows["edge"] == Edge.BEGIN)
+    is_issued = np.isin(part.kinds, COLLECTIVES) & (part.rows["edge"] == Edge.BEGIN)
     rows: Rows = part.rows[is_issued & (part.rows["comm_seq"] >= 0)]
     return rows
 
@@ -118,12 +217,23 @@ def _first_number(of_ranks: Iterable[Rows]) -> int | None:
     for calls in of_ranks:
         own, own_codes = calls["comm_seq"].astype(np.int64), _codes(calls)
         common, at, own_at = np.intersect1d(numbers, own, assume_unique=True, return_indices=True)
-        differ = common[(codes[at] != own_codes[own_at]).any(axis=1)]
+        differ = common[_differ(codes[at], own_codes[own_at])]
         if len(differ) and (lowest is None or differ[0] < lowest):
             lowest = int(differ[0])
         is_new = ~np.isin(own, numbers)
         numbers, codes = np.concatenate([numbers, own[is_new]]), np.concatenate([codes, own_codes[is_new]])
     return lowest
+
+
+def _differ(codes: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which calls differ, ``[N]``; a call without a unit may take the place of a unit's.
+
+    A rank without a batch does so within ``torch.distributed.algorithms.Join``.
+    """
+    found = codes != others
+    found[:, 1] &= (codes[:, 1] >= 0) & (others[:, 1] >= 0)
+    differ: NDArray[np.bool_] = found.any(axis=1)
+    return differ
 
 
 def _divergence(group: int, number: int, calls: Mapping[int, Rows]) -> tuple[int, Divergence]:

@@ -1,7 +1,8 @@
 """Where the ranks of a recorded run are: what each did last, and which rank has not started a collective.
 
-The run may continue, be stalled, have been killed or have ended. Durations are differences of times of one rank's own
-clock; only whether a process is alive is judged by the time of day.
+The run may continue, be stalled, have been killed or have ended. What a rank waited for is kept after its end: it may
+have ended because it waited. Durations are differences of times of one rank's own clock; only whether a process is
+alive is judged by the time of day.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from enum import Enum
 import numpy as np
 
 from workbench.events import BESIDE, NUMBERED, Edge, Kind
+from workbench.replay.endings import Ending, ending_of
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.frames import is_of_a_library
+from workbench.trace.process_state import ProcessState
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header, Rows
@@ -24,8 +28,9 @@ STALLED_NS = 5_000_000_000
 DEADLOCKED_NS = 1_000_000_000
 """A rank of a live request that is within a collective for this long waits: who it waits for is not busy by chance."""
 
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
-"""Parts of the paths of code that is not the user's."""
+
+_SILENT_AS: Mapping[ProcessState, Activity] = {"stopped": "stopped", "alive": "without a processor or disk"}
+"""What a process does that lives and writes nothing."""
 
 
 class RunState(Enum):
@@ -40,8 +45,10 @@ class RunState(Enum):
     SILENT = "has recorded no event"
     ENDED = "has ended"
     FAILED = "failed"
+    # its recording stopped before its program
+    UNRECORDED = "is no longer recorded"
     # without an end
-    LOST = "was killed, or its host or disk failed"
+    LOST = "was killed, or called os._exit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +83,15 @@ class RunPosition:
         edge: edge of its last event.
         unit: unit of its last event; -1: none.
         for_ns: time since its last event, or since it began, until it was last known to be alive.
-        pending: the collective that it waits for.
+        pending: the collective that it waits for, or waited for when its program ended other than by success.
         reason: why its program ended; empty for success, or while it has not.
-        frames: its stack, the innermost call last, if it was written since its last event.
+        frames: its stack, the innermost call last, if it was written since its last event; of a program that failed,
+            that of its error.
         activity: what its main thread did when it wrote the stack.
+        since_ns: time of its last event on the trace's clock.
+        ended_ns: time of its end on the trace's clock; of a rank that was killed, of its last sign of life; None: it
+            has not ended.
+        ago_ns: time since its end, or since its last sign of life; 0 while it has not ended.
     """
 
     rank: int
@@ -93,22 +105,31 @@ class RunPosition:
     reason: str = ""
     frames: tuple[str, ...] = ()
     activity: Activity = ""
+    since_ns: int = 0
+    ended_ns: int | None = None
+    ago_ns: int = 0
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why its program ended, as it wrote itself; None: it has not, or was killed."""
+        return ending_of(self.reason) if self.state in (RunState.ENDED, RunState.FAILED) else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its program has ended or was killed."""
+        return self.state in (RunState.ENDED, RunState.FAILED, RunState.LOST)
 
     @property
     def users_frame(self) -> str:
         """The innermost call that is not of a library; empty if unknown."""
-        own = [frame for frame in self.frames if not _is_of_a_library(frame)]
+        own = [frame for frame in self.frames if not is_of_a_library(frame)]
         return own[-1] if own else ""
 
     @property
     def short_frames(self) -> tuple[str, ...]:
         """The stack without the calls of libraries, except the innermost of all."""
-        own = (*(frame for frame in self.frames if not _is_of_a_library(frame)), *self.frames[-1:])
+        own = (*(frame for frame in self.frames if not is_of_a_library(frame)), *self.frames[-1:])
         return tuple(dict.fromkeys(own))
-
-
-def _is_of_a_library(frame: str) -> bool:
-    return any(library in frame for library in _LIBRARY)
 
 
 def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]:
@@ -120,14 +141,19 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
     """
     trace = recording.trace
     begun = {part.rank: _begun(trace.header, part, is_whole=not part.start.seq) for part in trace.ranks}
+    stopped = {rank for rank, known in recording.ranks.items() if known.stop is not None}
     return tuple(
-        _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, now_wall_ns)
+        _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, stopped, now_wall_ns)
         for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
     )
 
 
 def live_positions(
-    trace: Trace, for_ns: Mapping[int, int], ended: Container[int], since: Mapping[int, int]
+    trace: Trace,
+    for_ns: Mapping[int, int],
+    ended: Container[int],
+    since: Mapping[int, int],
+    frames: Mapping[int, tuple[str, ...]],
 ) -> tuple[RunPosition, ...]:
     """Return where the ranks of a running request are.
 
@@ -136,6 +162,7 @@ def live_positions(
         for_ns: time since the last event of each rank that answered.
         ended: ranks that have ended the request.
         since: number of each rank's first row of the request; before it, all ranks had issued the same collectives.
+        frames: calls of the user's code on the ranks that answered, the innermost last.
     """
     whole = {part.rank for part in trace.ranks if part.start.seq <= since.get(part.rank, 0)}
     begun = {part.rank: _begun(trace.header, part, is_whole=part.rank in whole) for part in trace.ranks}
@@ -150,7 +177,8 @@ def live_positions(
             state = RunState.WAITS if quiet_ns >= DEADLOCKED_NS else RunState.IN_COLLECTIVE
         else:
             state = RunState.SILENT if quiet_ns >= STALLED_NS else RunState.RUNS
-        found.append(RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending))
+        own = () if part.rank in ended else frames.get(part.rank, ())
+        found.append(RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending, frames=own))
     return tuple(found)
 
 
@@ -159,24 +187,35 @@ def _position(
     rank_trace: RankTrace,
     known: RecordedRank,
     begun: Mapping[int, _Issued],
+    stopped: Container[int],
     now_wall_ns: int,
 ) -> RunPosition:
     events = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
-    call = _open_call(events)
-    row = call if call is not None else events[-1] if len(events) else None
     at_ns, wall_ns = _last_alive(known)
-    for_ns = max(at_ns - _last_time(rank_trace.rows, known), 0)
-    pending = None if call is None else _pending(header, rank_trace, call, begun)
+    if known.process:  # it lives, and writes nothing
+        at_ns, wall_ns = at_ns + now_wall_ns - wall_ns, now_wall_ns
+    last_ns = _last_time(rank_trace.rows, known)
+    for_ns = max(at_ns - last_ns, 0)
+    is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
+    has_failed = known.end is not None and bool(known.end.reason)
+    call = _open_call(events, has_failed=has_failed or is_lost)
+    row = call if call is not None else events[-1] if len(events) else None
+    pending = None if call is None else _pending(header, rank_trace, call, begun, stopped)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
     quiet = next((quiet for quiet in reversed(known.quiet) if quiet.seq == next_seq), None)
+    frames = () if quiet is None else quiet.frames
     if known.end is not None:
-        state = RunState.FAILED if known.end.reason else RunState.ENDED
-    elif now_wall_ns - wall_ns > ALIVE_NS:
+        state = RunState.FAILED if has_failed else RunState.ENDED
+        frames = known.end.frames or frames
+    elif known.stop is not None:
+        state = RunState.UNRECORDED
+    elif is_lost:
         state = RunState.LOST
     elif for_ns < STALLED_NS:
         state = RunState.RUNS if pending is None else RunState.IN_COLLECTIVE
     else:
         state = RunState.SILENT if pending is None else RunState.WAITS
+    is_over = state in (RunState.ENDED, RunState.FAILED, RunState.LOST)
     return RunPosition(
         rank=rank_trace.rank,
         state=state,
@@ -185,15 +224,18 @@ def _position(
         edge=Edge.INSTANT if row is None else Edge(row["edge"]),
         unit=-1 if row is None else int(row["unit"]),
         for_ns=for_ns,
-        pending=None if known.end is not None else pending,
+        pending=None if state in (RunState.ENDED, RunState.UNRECORDED) else pending,
         reason="" if known.end is None else known.end.reason,
-        frames=() if quiet is None else quiet.frames,
-        activity="" if quiet is None else quiet.activity,
+        frames=() if state is RunState.ENDED else frames,
+        activity=_SILENT_AS.get(known.process) or ("" if quiet is None else quiet.activity),
+        since_ns=last_ns - known.offset_ns,
+        ended_ns=at_ns - known.offset_ns if is_over else None,
+        ago_ns=max(now_wall_ns - wall_ns, 0) if is_over else 0,
     )
 
 
 def _last_alive(known: RecordedRank) -> tuple[int, int]:
-    """Return when a rank was last known to be alive: on its own clock, and in time of day."""
+    """Return when a rank ended, or was last known to be alive: on its own clock, and in time of day."""
     if known.end is not None:
         return known.end.t_ns, known.start.wall_ns + known.end.t_ns - known.start.t_ns
     if known.last_beat is not None:
@@ -227,10 +269,11 @@ def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _Issued:
     return found
 
 
-def _open_call(events: Rows) -> np.void | None:
+def _open_call(events: Rows, *, has_failed: bool = False) -> np.void | None:
     """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
 
-    Ends of other collectives may be noticed and recorded while a rank waits.
+    Ends of other collectives may be noticed and recorded while a rank waits. A collective that failed has an end too:
+    a wait for it that has none raised (``has_failed``).
     """
     is_end = np.isin(events["kind"], NUMBERED) & (events["edge"] == Edge.END)
     ends, others = events[is_end], events[~is_end]
@@ -239,14 +282,19 @@ def _open_call(events: Rows) -> np.void | None:
     row: np.void = others[-1]
     if row["kind"] not in (*NUMBERED, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
         return None
+    if has_failed and row["kind"] == Kind.WAIT:
+        return row
     has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
     return None if has_ended.any() else row
 
 
 def _pending(
-    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued]
+    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued], stopped: Container[int] = ()
 ) -> PendingCollective | None:
-    """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows."""
+    """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows.
+
+    Of the ranks in ``stopped``, later collectives are not recorded.
+    """
     rows = rank_trace.rows
     group, number = int(call["comm_group"]), int(call["comm_seq"])
     mine = rows[np.isin(rows["kind"], NUMBERED) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
@@ -254,6 +302,7 @@ def _pending(
         return None
     kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
     known = {rank: begun[rank][group] for rank in info.ranks if group in begun.get(rank, {})}
+    known = {r: issued for r, issued in known.items() if r not in stopped or max(issued, default=-1) >= number}
     others = {rank: issued for rank, issued in known.items() if rank != rank_trace.rank}
     return PendingCollective(
         kind=kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.fault import Fault, facts_of
@@ -42,11 +43,21 @@ class FaultReport(Report):
         return [*facts_of(self.faults), *(("not checked", reason) for reason in self.abstained)]
 
 
-def cause_lines(cause: Fault | None) -> list[str]:
-    """Return lines about the fault that explains what a report says; none without one."""
-    return [] if cause is None else [f"fault: {cause.verdict}", *map(": ".join, cause.facts())]
+def cause_lines(cause: Fault | None, instead_of: str | None = None) -> list[str]:
+    """Return lines about the fault that explains what a report says; none without one.
+
+    Args:
+        cause: the fault.
+        instead_of: what the ranks do, in words, if the verdict is the headline in its place; None: it is not.
+    """
+    if cause is None:
+        return []
+    facts = [*map(": ".join, cause.facts())]
+    if instead_of is None:
+        return [f"fault: {cause.verdict}", *facts]
+    return [*facts, *([f"ranks: {instead_of}"] if instead_of else [])]
 
 
-def cause_html(cause: Fault | None) -> str:
-    """Return :func:`cause_lines` as HTML, each after a line break."""
-    return "".join(f"<br>{html.escape(line)}" for line in cause_lines(cause))
+def cause_html(lines: Sequence[str]) -> str:
+    """Return lines of :func:`cause_lines` as HTML, each after a line break."""
+    return "".join(f"<br>{html.escape(line)}" for line in lines)

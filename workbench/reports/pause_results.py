@@ -191,8 +191,15 @@ class WhereReport(Report):
 
     @property
     def headline(self) -> str:
-        """The result in one sentence."""
-        return "; ".join(filter(None, [self._states(), self.obstacle]))
+        """The result in one sentence: why ranks that run do not continue, or else what they do."""
+        states = self._states() if self.cause is None or not self._runs() else self.cause.verdict
+        return "; ".join(filter(None, [states, self.obstacle]))
+
+    def _runs(self) -> bool:
+        return any(row.state in ("running", "waiting") for row in self.ranks)
+
+    def _cause_lines(self) -> list[str]:
+        return cause_lines(self.cause, self._states() if self._runs() else None)
 
     def _states(self) -> str:
         states = by_value((row.rank, row.state) for row in self.ranks)
@@ -201,7 +208,7 @@ class WhereReport(Report):
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
 
     def __str__(self) -> str:
-        lines = (f"  {line}" for line in [*cause_lines(self.cause), *self._table().lines()])
+        lines = (f"  {line}" for line in [*self._cause_lines(), *self._table().lines()])
         return "\n".join([self.headline, *lines, *self._stack_lines()])
 
     def _table(self) -> Table:
@@ -213,7 +220,7 @@ class WhereReport(Report):
     def _repr_html_(self) -> str:
         lines = self._stack_lines()
         stacks = f'<pre style="overflow-x:auto">{html.escape(chr(10).join(lines))}</pre>' if lines else ""
-        cause = cause_html(self.cause)
+        cause = cause_html(self._cause_lines())
         return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self._table().html()}{stacks}</div>"
 
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 
 from workbench.events import Kind, unit_words
 from workbench.fault import Fault
-from workbench.replay.grouping import label
+from workbench.replay.endings import short_reason
+from workbench.replay.grouping import by_value, label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
 from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.results import Report
-from workbench.reports.stall_cause import parted, stall_cause
+from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
 from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
 from workbench.text_formats import format_long
 from workbench.trace.read_recording import Recording
 from workbench.trace.step_names import step_name
 
-_STALLED = (RunState.WAITS, RunState.SILENT)
-_OVER = (RunState.ENDED, RunState.FAILED, RunState.LOST)
+_STALLED = (RunState.WAITS, RunState.SILENT, RunState.UNRECORDED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,12 @@ class RecordedPosition:
         kind: kind of its last event; None: it has announced none.
         event: its last event as text; empty if it has announced none.
         for_ns: time since its last event, or since it began, until it was last known to be alive, in nanoseconds.
-        pending: the collective that it waits for; None: it waits for none.
+        pending: the collective that it waits for, or waited for when its program failed or was killed; None: none.
         reason: why its program ended; empty for success, or while it has not.
-        stack: its calls, the innermost last; empty if it wrote none since its last event.
+        stack: its calls, the innermost last, of a program that failed those of its error; empty if it wrote none since
+            its last event.
+        ago_ns: time since its end, of a rank that was killed since its last sign of life, in nanoseconds; None: it has
+            not ended.
     """
 
     rank: int
@@ -73,6 +76,7 @@ class RecordedPosition:
     pending: AwaitedCollective | None
     reason: str
     stack: tuple[str, ...]
+    ago_ns: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +101,8 @@ class RunWhereReport(Report):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no rank that is left continues, or one failed or was killed."""
-        states = {position.state for position in self.positions}
-        left = states - {RunState.ENDED}
+        """Whether no rank that is left continues, as far as is recorded, or one failed or was killed."""
+        left = {position.state for position in self.positions} - {RunState.ENDED}
         return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STALLED))
 
     @property
@@ -130,6 +133,7 @@ class RunWhereReport(Report):
             ),
             reason=position.reason,
             stack=position.frames,
+            ago_ns=position.ago_ns if position.is_over else None,
         )
 
     def _unit(self, index: int) -> str | None:
@@ -142,9 +146,12 @@ class RunWhereReport(Report):
 
     @property
     def headline(self) -> str:
-        """The result in one sentence."""
+        """The cause of a run that does not continue, or else what its ranks do."""
         if not self.is_stalled:
             return self._progress()
+        return self.cause.verdict if self.cause is not None else self._states()
+
+    def _states(self) -> str:
         return "; ".join([*self._over(), *self._pending(), *self._silent()])
 
     def _progress(self) -> str:
@@ -157,8 +164,8 @@ class RunWhereReport(Report):
     def _over(self) -> list[str]:
         found: dict[str, list[int]] = {}
         for position in self.positions:
-            if position.state in (RunState.FAILED, RunState.LOST):
-                reason = f": {position.reason}" if position.reason else ""
+            if position.state in (RunState.FAILED, RunState.LOST, RunState.UNRECORDED):
+                reason = f": {short_reason(position.reason)}" if position.reason else ""
                 found.setdefault(f"{position.state.value}{reason}", []).append(position.rank)
         return [f"{label(ranks)} {_plural(words, ranks)}" for words, ranks in found.items()]
 
@@ -174,7 +181,7 @@ class RunWhereReport(Report):
         ranks = [position.rank for position in found]
         has = "has" if len(ranks) == 1 else "have"
         longest = max(position.for_ns for position in found)
-        words = f"{label(ranks)} {has} waited {format_long(longest)} for {_collective_words(pending, self.units)}"
+        words = f"{label(ranks)} {has} waited {format_long(longest)} for {pending_words(pending, self.units)}"
         blame = []
         if pending.others:
             instead = [f"{label([rank])} issued {kind.words} in its place" for rank, kind in pending.others]
@@ -197,22 +204,32 @@ class RunWhereReport(Report):
         ]
 
     def __str__(self) -> str:
-        found = [*cause_lines(self.cause), *self.table().lines(), *self._more()]
+        found = [*self._cause_lines(), *self.table().lines(), *self._more()]
         return "\n".join([self.headline, *(f"  {line}" for line in found)])
 
     def _repr_html_(self) -> str:
         more = html.escape("\n".join(self._more()))
         below = f'<pre style="overflow-x:auto">{more}</pre>' if more else ""
-        cause = cause_html(self.cause)
+        cause = cause_html(self._cause_lines())
         return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self.table().html()}{below}</div>"
 
+    def _cause_lines(self) -> list[str]:
+        if not self.is_stalled:
+            return cause_lines(self.cause)
+        are_over = all(position.is_over for position in self.positions)
+        return cause_lines(self.cause, "" if are_over else self._states())
+
     def _more(self) -> list[str]:
-        """Return the stacks of stalled ranks, and the notes."""
+        """Return the stacks of ranks that are stalled or were when they ended, and the notes."""
+        alike = by_value((each.rank, (_stack_verb(each), each.short_frames)) for each in self._with_stacks())
         lines = []
-        for position in self.positions:
-            if position.frames and position.state in _STALLED:
-                lines += [f"{label([position.rank])} is in", *(f"  {frame}" for frame in position.short_frames)]
+        for (verb, frames), ranks in alike.items():
+            lines += [f"{label(ranks)} {verb[len(ranks) > 1]} in", *(f"  {frame}" for frame in frames)]
         return [*lines, *(f"note: {note}" for note in self.notes)]
+
+    def _with_stacks(self) -> list[RunPosition]:
+        shown = (*_STALLED, RunState.FAILED, RunState.LOST)
+        return [position for position in self.positions if position.frames and position.state in shown]
 
     def table(self) -> Table:
         """Return a row for each rank."""
@@ -225,31 +242,37 @@ class RunWhereReport(Report):
             position.state.value,
             "" if position.step < 0 else str(position.step),
             self._event(position),
-            "" if position.kind is None or position.state in _OVER else format_long(position.for_ns),
+            self._ago(position),
         )
 
+    def _ago(self, position: RunPosition) -> str:
+        """Return the time since the last event; of programs that have ended since the first end, and from there on."""
+        if not position.is_over:
+            return "" if position.kind is None else format_long(position.for_ns)
+        first = max(each.ago_ns for each in self.positions if each.is_over)
+        later = first - position.ago_ns
+        return f"{format_long(later)} later" if later else format_long(first)
 
-def _collective_words(pending: PendingCollective, units: Mapping[int, str]) -> str:
-    """Return a collective as text: ``"all-gather of blocks.2"``, ``"all-reduce number 12 of group 0"``."""
-    if pending.unit in units:
-        return f"{pending.kind.words} of {unit_words(units[pending.unit])}"
-    return f"{pending.kind.words} number {pending.number} of {pending.group}"
+
+def _stack_verb(position: RunPosition) -> tuple[str, str]:
+    """Return what a stack says of one rank, and of several: ``"is"``, in these calls."""
+    if position.activity == "since its last collective":
+        return ("issued its last collective",) * 2
+    return ("was", "were") if position.is_over else ("is", "are")
 
 
 def _plural(words: str, ranks: Sequence[int]) -> str:
-    return (
-        words
-        if len(ranks) == 1
-        else words.replace("was killed, or its host or disk", "were killed, or their hosts or disks")
-    )
+    return words if len(ranks) == 1 else words.replace("was killed", "were killed").replace("is no", "are no")
 
 
 def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
     """Return where the ranks of a recording are at a time of day, in nanoseconds since 1970."""
+    trace, here = recording.trace, positions(recording, now_wall_ns)
+    unknown = not_judged(trace, here)
     found = RunWhereReport(
-        positions=positions(recording, now_wall_ns),
-        units=unit_names(recording.trace.header),
-        notes=recording.notes,
+        positions=here,
+        units=unit_names(trace.header),
+        notes=(*recording.notes, *([unknown] if unknown else [])),
     )
     decide = stall_cause if found.is_stalled else parted
-    return replace(found, cause=decide(recording.trace, found.positions))
+    return replace(found, cause=decide(trace, here))

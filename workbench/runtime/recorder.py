@@ -112,6 +112,8 @@ class Recorder:
         device_clock: times at which the device reaches events; None where the host computes.
         on_forward: called when a forward begins outside of any step.
         on_phase: called when a step has begun and when the phase is about to change.
+        on_issue: called when a collective has been recorded that is about to be issued, with its kind, unit, payload
+            and group; None: not called.
         before_own: called before an event that the engine does not announce: edges of steps and optimizers.
     """
 
@@ -125,6 +127,7 @@ class Recorder:
         self.device_clock: DeviceClock | None = None
         self.on_forward: Callable[[], None] = lambda: None
         self.on_phase: Callable[[], None] = lambda: None
+        self.on_issue: Callable[[tuple[int, int, int, int]], None] | None = None
         self.before_own: Callable[[Kind, Edge], None] = lambda kind, edge: None
         self.next_step = 0
         self._capacity = capacity
@@ -178,6 +181,8 @@ class Recorder:
             self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns)
         else:
             self._append_marked(kind, edge, unit, num_bytes, comm=pair)
+        if self.on_issue is not None and edge == Edge.BEGIN and kind in NUMBERED:
+            self.on_issue((kind, unit, num_bytes, pair[1]))
 
     def late_end(self, kind: Kind, unit: int, num_bytes: int, comm: Comm | None, t_ns: int) -> None:
         """Record the end of a collective that no code has waited for; not counted in :attr:`ordinal`."""

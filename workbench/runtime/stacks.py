@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from workbench.protocol.rank_messages import CellLine, Frame, Thread
+from workbench.runtime.enclosing_loops import loop_words
 from workbench.runtime.namespace import user_namespace
 
 _LIBRARIES = frozenset(
@@ -129,9 +130,11 @@ def place_in_file(frame: FrameType, line: int) -> str:
     return f"{_path_of(frame)}:{line} in {frame.f_code.co_name}"
 
 
-def _line(frame: FrameType) -> str:
-    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")
+def _line(frame: FrameType, *, with_loops: bool = False) -> str:
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    source = linecache.getline(path, line, frame.f_globals).strip()
+    loops = loop_words(path, line) if with_loops else ""
+    return place_in_file(frame, line) + loops + (f": {source}" if source else "")
 
 
 def user_line() -> CellLine | None:
@@ -139,7 +142,7 @@ def user_line() -> CellLine | None:
 
     None: no code of either runs. Called from another thread.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     cells = user_namespace()
     while frame is not None and not (frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame))):
         frame = frame.f_back
@@ -148,4 +151,7 @@ def user_line() -> CellLine | None:
     code, line = frame.f_code, frame.f_lineno
     text = linecache.getline(code.co_filename, line).strip()
     script = Path(code.co_filename).name if _is_of_the_script(frame) else ""
-    return CellLine(line=line, function=code.co_name, text=text, script=script)
+    calls = users_frames(innermost)[::-1]
+    first = next((at for at, each in enumerate(calls) if is_of_a_cell(each) or _is_of_the_script(each)), 0)
+    frames = tuple(_line(each, with_loops=True) for each in calls[first:])
+    return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames)

@@ -25,6 +25,7 @@ from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.commands import Command, Inspect, Reshard, Run, Shard, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest
 from workbench.protocol.rank_messages import (
+    CellLine,
     JobReply,
     ListModels,
     ListNames,
@@ -349,7 +350,7 @@ class Session:
         request = self.request
         if request is not None and request.state == "running":
             self.drain(timeout_s=timeout_s)
-        cause = self._parted() or self._deadlocked(request, positions)
+        cause = self._cause(request, positions, self.ask(LocateLine(), timeout_s=timeout_s))
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
 
     def units(self) -> list[str]:
@@ -732,11 +733,12 @@ class Session:
         requested = request.watch.requested
 
         def sentence(seconds: float) -> str:
-            awaited = self._awaited(request)
+            awaited, cause = self._awaited(request), None
             if not awaited:
-                request.worked = self._who_works(request, seconds)
-            cause = None if awaited else self._parted() or self._deadlocked(request, self._collector.heard)
-            notice = "; ".join(filter(None, [awaited or request.worked, "" if cause is None else cause.verdict]))
+                lines = self.ask(LocateLine())
+                request.worked = self._who_works(request, seconds, lines)
+                cause = self._cause(request, self._collector.heard, lines)
+            notice = "; ".join(filter(None, ["" if cause is None else cause.verdict, awaited or request.worked]))
             has_means = request.thread is None and (requested or request.watch.is_exhausted)
             return f"{notice}; {request.watch.next_means}" if has_means else notice
 
@@ -745,16 +747,12 @@ class Session:
         if not request.standing.text:
             request.worked = ""
 
-    def _who_works(self, request: Request, seconds: float) -> str:
+    def _who_works(self, request: Request, seconds: float, lines: Mapping[int, CellLine | None]) -> str:
         running = sorted(set(request.watch.running) - set(request.dead))  # the waiter may not have noticed a death yet
         ended = sorted(set(request.pending.ranks) - set(running))
         losses = self.cluster.losses()
         deaths = {rank: death_in_short(losses.get(rank, "died")) for rank in request.dead}
-        return who_works(seconds, running, self.ask(LocateLine()), ended, deaths)
-
-    def _parted(self) -> Fault | None:
-        """Return where ranks issued different collectives in the current request, or else the last, if they did."""
-        return parted(self._since(self._rows_before))
+        return who_works(seconds, running, lines, ended, deaths)
 
     def _since(self, before: Mapping[int, int]) -> Trace:
         """Return what each rank has recorded after its first rows, as many as ``before`` says."""
@@ -762,18 +760,23 @@ class Session:
         parts = (part.cut(max(part.start.seq, before.get(part.rank, 0)), part.end_seq) for part in trace.ranks)
         return Trace(trace.header, tuple(parts))
 
-    def _deadlocked(self, request: Request | None, positions: Mapping[int, Position]) -> Fault | None:
-        """Return why ranks of a request wait for others that will not come, if the trace tells."""
+    def _cause(
+        self, request: Request | None, positions: Mapping[int, Position], lines: Mapping[int, CellLine | None]
+    ) -> Fault | None:
+        """Return why ranks of a request wait for others that will not come, or do not agree, if the trace tells.
+
+        Between requests: where ranks did not agree in the last one.
+        """
         if request is None or request.state != "running" or request.dead:
-            return None
+            return parted(self._since(self._rows_before))
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
         ended = set(request.pending.ranks) - set(request.watch.running)
-        found = live_positions(self._since(newest), quiet, ended, since)
-        if not any(position.state is RunState.WAITS for position in found):
-            return None
-        return stall_cause(self._since(since), found)
+        frames = {rank: line.frames for rank, line in lines.items() if line is not None}
+        found = live_positions(self._since(newest), quiet, ended, since, frames)
+        decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
+        return decide(self._since(self._rows_before if decide is parted else since), found)
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""

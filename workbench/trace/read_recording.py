@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,14 +22,16 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from workbench.codec import CodecError, decode
+from workbench.codec import CodecError, decode, defaults
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind, Unit
 from workbench.trace.builder import MAX_ROWS, TraceBuilder
 from workbench.trace.columns import RankTrace, Trace, merge
+from workbench.trace.crash_text import CRASH_FILE, crash_end
 from workbench.trace.header import header_from_dict, key_frame_from_dict
 from workbench.trace.invariants import MAX_RANKS, check_header, check_rank
 from workbench.trace.keyframe import advance
+from workbench.trace.process_state import ProcessState, process_state
 from workbench.trace.recording import (
     HEAD,
     MAGIC,
@@ -58,6 +61,8 @@ ALIVE_NS = 10_000_000_000
 _MAX_T_NS = 2**62
 _MAX_QUIET = 1000
 _SHOWN_RANKS = 8
+_BATCH = 1 << 16
+"""Rows that are read beyond the newest ones that are kept, before the oldest are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,13 @@ class RecordedRank:
         header: its last header.
         quiet: stacks from the times without an event, in order.
         last_beat: the last time at which it was alive; None if it never told.
-        end: how the program ended; None: it was killed, called ``os._exit``, or still runs.
+        end: how the program ended, also by a signal that leaves a stack; None: it was killed, called ``os._exit``, or
+            still runs.
         stop: where the recording stopped before the program ended, such as at a full disk; None: it did not.
         notes: sentences that the rank wrote for the reader; also among those of the recording.
         is_cut: whether something unreadable follows the last whole frame.
         offset_ns: nanoseconds by which its clock is ahead of that of the trace.
+        process: state of its process when the folder was read, if it has not ended and wrote nothing for a while.
     """
 
     start: RunStart
@@ -85,6 +92,7 @@ class RecordedRank:
     notes: tuple[str, ...] = ()
     is_cut: bool = False
     offset_ns: int = 0
+    process: ProcessState = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,17 +238,22 @@ class RecordingReader:
         later = sorted(self._folder.glob("restart*"))
         notes += [f"the run was restarted: its later part is in {each}" for each in later]
         notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._builder.snapshot().header)
+        ends = {
+            rank: reader.end or crash_end(self._folder / CRASH_FILE.format(rank=rank), reader.begun)
+            for rank, reader in shown.items()
+        }
         ranks = {
             rank: RecordedRank(
                 start=reader.begun,
                 header=reader.header,
                 quiet=tuple(reader.quiet),
                 last_beat=reader.last_beat,
-                end=reader.end,
+                end=ends[rank],
                 stop=reader.stop,
                 notes=tuple(reader.own_notes),
                 is_cut=reader.is_cut,
                 offset_ns=self._offsets[rank],
+                process="" if ends[rank] is not None else reader.process(time.time_ns()),
             )
             for rank, reader in shown.items()
         }
@@ -329,6 +342,13 @@ class _RankReader:
         """How the recording began, of a rank that has a readable file."""
         assert self.start is not None
         return self.start
+
+    def process(self, now_ns: int) -> ProcessState:
+        """Return the state of its process if it wrote nothing for long before ``now_ns``; else empty."""
+        wall_ns = (self.last_beat or self.begun).wall_ns
+        if now_ns - wall_ns <= ALIVE_NS or self.rank not in self.header.info_of:
+            return ""
+        return process_state(self.header.info_of[self.rank], self.begun)
 
     def read_files(self, parts: Mapping[int, Path]) -> bool:
         """Read on in files, by number, each up to the first frame that cannot be read.
@@ -441,10 +461,18 @@ class _RankReader:
             raise TraceError(f"its rows do not continue at row {self._next_seq}")
         self._pieces.append(rows)
         self._num_rows, self._next_seq = self._num_rows + len(rows), after
+        if self._num_rows > self._max_rows + _BATCH:  # a fold of many rows costs little more than one of a few
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Fold whole pieces into the state before the rows, as long as enough rows are left."""
+        old = []
         while self._num_rows - len(self._pieces[0]) >= self._max_rows:
-            self._first = advance(self._first, self._pieces[0])
+            old.append(self._pieces.popleft())
+            self._num_rows -= len(old[-1])
+        if old:
+            self._first = advance(self._first, np.concatenate(old))
             self.is_trimmed = True
-            self._num_rows -= len(self._pieces.popleft())
 
     def take_trace(self) -> Trace:
         """Return the rows since the last call, at most as many of the newest as are to be kept, with the header."""
@@ -519,8 +547,9 @@ def _json(content: bytes) -> dict[str, Any]:
 
 
 def _decoded(kind: type[_T], content: bytes) -> _T:
+    """Return one of the small frames; fields that an older version did not write have their defaults."""
     try:
-        found: _T = decode(kind, _json(content), kind.__name__)
+        found: _T = decode(kind, {**defaults(kind), **_json(content)}, kind.__name__)
     except CodecError as error:
         raise TraceError(str(error)) from error
     return found

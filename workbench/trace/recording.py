@@ -41,7 +41,7 @@ MAX_FRAME_BYTES = 32 << 20
 """Maximum bytes of a frame's content: as much as the header of a trace file."""
 
 
-OUTCOME_BYTES = 2048
+OUTCOME_BYTES = 4096
 """Bytes of an OUTCOME's content."""
 
 MAX_STOP_REASON = 200
@@ -92,8 +92,17 @@ class RunStart:
     program: tuple[str, ...] = ()
 
 
-Activity = Literal["", "asleep", "computing", "reading a disk or swapped memory"]
-"""What a thread does that announces no event, in a sentence; empty: unknown."""
+Activity = Literal[
+    "",
+    "asleep",
+    "computing",
+    "reading a disk or swapped memory",
+    "stopped",
+    "without a processor or disk",
+    "since its last collective",
+]
+"""What a thread does that announces no event, in a sentence; empty: unknown. The last one: its stack is not recorded,
+only that of the collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +142,23 @@ class RunNote:
     text: str
 
 
+AFTER = "; after "
+"""In the reason of a :class:`RunEnd`, between an error and the one that was being handled when it was raised."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How the program ended: ``reason`` is empty for success; a kill and ``os._exit`` leave no such frame."""
+    """How the program ended; a kill and ``os._exit`` leave no such frame.
+
+    Attributes:
+        t_ns: when.
+        reason: its error as ``Name: text``, or its exit status; empty for success.
+        frames: the calls that raised the error, the innermost last.
+    """
 
     t_ns: int
     reason: str = ""
+    frames: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,11 +341,15 @@ def _json_frame(kind: FrameKind, data: object) -> bytes:
 
 
 def _outcome_frame(outcome: RunOutcome) -> bytes:
-    """Return an OUTCOME, whose length does not depend on its content; a long reason of the end is cut."""
+    """Return an OUTCOME, whose length does not depend on its content.
+
+    Of an end that is too long, the outermost calls are left out, then a half of the reason.
+    """
     content = json.dumps(encode(outcome), separators=(",", ":")).encode()
-    if len(content) > OUTCOME_BYTES and outcome.end is not None:
-        shorter = outcome.end.reason[: len(outcome.end.reason) // 2]
-        return _outcome_frame(replace(outcome, end=replace(outcome.end, reason=shorter)))
+    end = outcome.end
+    if len(content) > OUTCOME_BYTES and end is not None:
+        shorter = {"frames": end.frames[1:]} if end.frames else {"reason": end.reason[: len(end.reason) // 2]}
+        return _outcome_frame(replace(outcome, end=replace(end, **shorter)))
     return _frame(FrameKind.OUTCOME, content.ljust(OUTCOME_BYTES))
 
 

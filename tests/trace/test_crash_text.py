@@ -1,0 +1,80 @@
+"""How a signal ended a process, from the text that faulthandler writes, and that this text is written."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workbench.trace.crash_text import crash_end
+from workbench.trace.recording import RunEnd, RunStart
+
+SCRIPT = """
+import os, signal, sys, threading
+from pathlib import Path
+from workbench.record.crash_report import CrashReport
+
+def send(name):
+    os.kill(os.getpid(), getattr(signal, name))
+
+out, name = Path(sys.argv[1]), sys.argv[2]
+report = CrashReport(out, 3).begin()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+if name == "child":
+    if os.fork() == 0:
+        report.end()
+        send("SIGTERM")
+    os.wait()
+elif name == "handled":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    send("SIGTERM")
+elif name == "no signal":
+    report.end()
+else:
+    send(name)
+"""
+START = RunStart(rank=3, world_size=4, clock="one", t_ns=5, wall_ns=1000)
+
+
+def run(folder, name):
+    (folder / "train.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, folder / "train.py", folder, name], check=False, capture_output=True
+    ).returncode
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SIGSEGV", "SIGSEGV: Segmentation fault"),
+        ("SIGABRT", "SIGABRT: Aborted"),
+        ("SIGTERM", "SIGTERM"),
+        ("SIGKILL", None),
+    ],
+)
+def test_a_signal_ends_a_process_as_before_and_leaves_its_stack(tmp_path, name, reason):
+    assert run(tmp_path, name) == -getattr(signal, name)
+    path = tmp_path / "rank3.crash"
+    found = crash_end(path, START)
+    if reason is None:
+        assert found is None
+        return
+    frames = (f"{tmp_path / 'train.py'}:23 in <module>", f"{tmp_path / 'train.py'}:7 in send")
+    assert found == RunEnd(t_ns=path.stat().st_mtime_ns - 995, reason=reason, frames=frames)
+
+
+@pytest.mark.parametrize(("name", "status"), [("handled", 7), ("child", 0), ("no signal", 0)])
+def test_what_does_not_end_the_process_itself_leaves_nothing(tmp_path, name, status):
+    assert run(tmp_path, name) == status
+    assert crash_end(tmp_path / "rank3.crash", START) is None
+    assert (tmp_path / "rank3.crash").exists() == (name != "no signal")
+
+
+def test_a_file_that_is_no_report_is_ignored(tmp_path):
+    os.mkfifo(tmp_path / "rank0.crash")
+    assert crash_end(tmp_path / "rank0.crash", START) is None
+    Path(tmp_path / "rank1.crash").write_bytes(b"\xff" * 99)
+    found = crash_end(tmp_path / "rank1.crash", START)
+    assert (found.reason, found.frames) == ("SIGTERM", ())

@@ -1,0 +1,185 @@
+"""Where ranks did different things: collectives, payloads, order, forwards and backwards; as a fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from workbench.events import Kind, unit_words
+from workbench.fault import Fault
+from workbench.replay.divergence import Divergence, IssuedCall, Parting
+from workbench.replay.grouping import by_value, label
+from workbench.replay.passes import BegunPass, counts, first_difference
+from workbench.replay.run_positions import RunPosition
+from workbench.reports.stop_positions import unit_names
+from workbench.text_formats import format_bytes, plural
+from workbench.trace.frames import has_left_loop, short_place
+from workbench.trace.schema import Header
+from workbench.trace.step_names import step_name
+
+SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
+SAME_BATCHES = "give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)"
+_SAME_PASSES = "let all ranks run the same forwards and backwards in each step, whatever their data"
+_FIX = {
+    Parting.ORDER: "let all ranks run the same units in the same order",
+    Parting.PAYLOAD: "pass tensors of the same shape and dtype on all ranks",
+    Parting.EXTRA: SAME_CALLS,
+    Parting.LEFT_OUT: SAME_CALLS,
+    Parting.UNKNOWN: SAME_CALLS,
+}
+_RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload"}
+
+
+def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunPosition]) -> Fault:
+    """Return a divergence as a fault.
+
+    Args:
+        found: the divergence.
+        header: of the trace.
+        positions: of ranks, whose own lines are shown.
+    """
+    words = _Words(found, header, positions)
+    most, other = found.most_passes, found.other_passes
+    place = first_difference(most, other)
+    if place == len(most) == len(other):
+        return words.of_calls()
+    if place < min(len(most), len(other)):
+        return words.of_passes(place)
+    is_less = len(other) == place  # the others have begun fewer passes than most
+    more = (most if is_less else other)[place]
+    if more.kind is not Kind.FORWARD:
+        return words.of_calls()
+    return words.of_batches(more, is_less=is_less)
+
+
+class _Words:
+    """Sentences about one divergence."""
+
+    def __init__(self, found: Divergence, header: Header, positions: Sequence[RunPosition]) -> None:
+        self._found, self._header, self._positions = found, header, positions
+        self._units = unit_names(header)
+        self._most, self._other = (call_words(call, self._units) for call in (found.most, found.other))
+        self._mine, self._theirs = label(found.other_ranks), label(found.most_ranks)
+
+    def of_calls(self) -> Fault:
+        """Return the fault that collectives differ."""
+        found = self._found
+        mine, other, theirs, most = self._mine, self._other, self._theirs, self._most
+        at, there = self._line(found.other_ranks), self._line(found.most_ranks)
+        match found.parting:
+            case Parting.PAYLOAD:
+                sizes = format_bytes(found.other.num_bytes), format_bytes(found.most.num_bytes)
+                verdict = f"{mine} issued {other} with {sizes[0]}{at}, {theirs} with {sizes[1]}{there}"
+            case Parting.ORDER:
+                verdict = f"{mine} issued {other}{at} before {most}, {theirs} the other way round{there}"
+            case Parting.EXTRA:
+                verdict = f"{mine} issued {other}{at}, which {theirs} left out{there}"
+            case Parting.LEFT_OUT:
+                verdict = f"{mine} left out {most}{at}, which {theirs} issued{there}"
+            case Parting.UNKNOWN:
+                verdict = f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
+        rule = _RULE.get(found.parting, "other-collective")
+        return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
+
+    def of_passes(self, place: int) -> Fault:
+        """Return the fault that forwards or backwards differ, the first one at ``place``."""
+        most, other = self._found.most_passes, self._found.other_passes
+        if {most[place].kind, other[place].kind} == {Kind.FORWARD, Kind.OPTIMIZER}:
+            return self._of_micro_batches(place)
+        left_out = _is(most[place + 1 : place + 2], other[place]) or most[place].kind is Kind.BACKWARD
+        extra = _is(other[place + 1 : place + 2], most[place]) or other[place].kind is Kind.BACKWARD
+        mine, theirs = self._mine, self._theirs
+        if left_out or not extra:
+            verdict = f"{mine} left out {_pass_words(most[place])}, which {theirs} ran"
+        else:
+            verdict = f"{mine} ran {_pass_words(other[place])}, which {theirs} left out"
+        return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+
+    def _of_micro_batches(self, place: int) -> Fault:
+        """Return the fault that some ranks began a further forward where others ended the step, at ``place``."""
+        found = self._found
+        is_less = found.most_passes[place].kind is Kind.FORWARD
+        few, many = (found.other_ranks, found.most_ranks) if is_less else (found.most_ranks, found.other_ranks)
+        step = found.most_passes[place].step
+        before = [each for each in found.most_passes[:place] if each.step == step]
+        forwards, *_ = counts(before)
+        verdict = (
+            f"{label(few)} ran {plural(forwards, 'forward')} before the optimizer in {step_name(step)}{self._line(few)}"
+            f", {label(many)} began forward {forwards + 1}{self._line(many)}"
+        )
+        fix = "let all ranks run the same number of forwards and backwards before each step of the optimizer"
+        return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=fix)
+
+    def of_batches(self, more: BegunPass, *, is_less: bool) -> Fault:
+        """Return the fault that some ranks began the forward ``more``, in the place of which others went on.
+
+        Args:
+            more: the first pass that only some ranks have begun.
+            is_less: whether most ranks have begun it; else the others.
+        """
+        found = self._found
+        few, many = (found.other_ranks, found.most_ranks) if is_less else (found.most_ranks, found.other_ranks)
+        call, passes = (found.other, found.other_passes) if is_less else (found.most, found.most_passes)
+        forwards, *_ = counts(passes)
+        own = (
+            f"{label(few)} issued {call_words(call, self._units)}{self._line(few)} after {plural(forwards, 'forward')}"
+        )
+        verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many)}"
+        if call.unit >= 0:
+            return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+        rule, fix = {
+            True: ("uneven-batches", SAME_BATCHES),
+            False: ("other-collective", SAME_CALLS),
+            None: ("other-collective", f"{SAME_CALLS}; if {label(few)} had no further batch, {SAME_BATCHES}"),
+        }[self._have_left_loop(few, many)]
+        return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
+
+    def _have_left_loop(self, few: Sequence[int], many: Sequence[int]) -> bool | None:
+        """Return whether ranks have left a loop in which others still are; None if their stacks do not tell."""
+        frames = [next((each.frames for each in self._positions if each.rank in own), ()) for own in (few, many)]
+        return has_left_loop(*frames)
+
+    def _line(self, ranks: Sequence[int]) -> str:
+        """Return the line that issued the call, in parentheses, if the lowest rank is still in it; else nothing."""
+        found = self._found
+        name = self._header.comm_groups[found.group].name
+        for each in self._positions:
+            waits = each.pending is not None and (each.pending.group, each.pending.number) == (name, found.number)
+            if each.rank in ranks and waits and each.users_frame:
+                return f" ({short_place(each.users_frame)})"
+        return ""
+
+    def _evidence(self) -> tuple[str, ...]:
+        found = self._found
+        step = f" of {step_name(found.step)}" if found.step >= 0 else ""
+        group = self._header.comm_groups[found.group].name
+        place = f"number {found.number} of {group}{step}: {self._mine} {self._other}, {self._theirs} {self._most}"
+        progress = [(found.other_ranks, found.other_passes), (found.most_ranks, found.most_passes)]
+        differ = counts(found.other_passes) != counts(found.most_passes)
+        numbers = [f"{label(ranks)}: {progress_words(passes)}" for ranks, passes in progress] if differ else []
+        return (place, *numbers, *frame_lines(self._positions))
+
+
+def call_words(call: IssuedCall, units: Mapping[int, str]) -> str:
+    """Return a call as text: ``"all-gather of blocks.2"``, ``"barrier"``."""
+    return f"{call.kind.words} of {unit_words(units[call.unit])}" if call.unit in units else call.kind.words
+
+
+def progress_words(passes: Sequence[BegunPass]) -> str:
+    """Return the numbers of passes as text: ``"5 forwards, 5 backwards, 5 steps of the optimizer"``."""
+    forwards, backwards, steps = counts(passes)
+    return f"{plural(forwards, 'forward')}, {plural(backwards, 'backward')}, {plural(steps, 'step')} of the optimizer"
+
+
+def frame_lines(positions: Iterable[RunPosition]) -> list[str]:
+    """Return the user's own line in which each rank is, ranks in the same line together."""
+    found = by_value((each.rank, each.users_frame) for each in positions if each.users_frame)
+    return [f"{label(ranks)} {'are' if len(ranks) > 1 else 'is'} in {frame}" for frame, ranks in found.items()]
+
+
+def _is(passes: Sequence[BegunPass], wanted: BegunPass) -> bool:
+    return any((each.kind, each.unit) == (wanted.kind, wanted.unit) for each in passes)
+
+
+def _pass_words(found: BegunPass) -> str:
+    words = "step of the optimizer" if found.kind is Kind.OPTIMIZER else found.kind.words
+    return f"the {words} of {step_name(found.step)}" if found.step >= 0 else f"a {words}"
