@@ -132,7 +132,7 @@ $(VENV)/torch: $(VENV)/made
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@echo "Installing the workbench ..."
-	@WORKBENCH_PANEL=skip $(PIP) install --editable .
+	@WORKBENCH_PANEL=skip $(PIP) install --editable '.[notebook]'
 	@touch $@
 
 # The JupyterLab panel is built apart, as it may need Node and packages of it: nothing but JupyterLab waits for these.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
-from workbench import __version__, cli, demo, doctor, script_ranks
+from workbench import INSTALL, __version__, cli, demo, doctor, script_ranks
 from workbench.demo import Communication, DemoError, DemoReport
 from workbench.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import RankError, UsageError
@@ -195,7 +195,7 @@ def test_a_missing_package_is_a_sentence(monkeypatch, capsys):
 
     monkeypatch.setattr(demo, "run", fail)
     assert cli.main(["demo"]) == 1
-    assert "No module named 'plotly'\nThe installation is not complete" in capsys.readouterr().err
+    assert capsys.readouterr().err == f"workbench demo needs more packages: {INSTALL} (No module named 'plotly')\n"
 
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])

@@ -2,9 +2,9 @@ import builtins
 import importlib.metadata
 import json
 
+import psutil
 import pytest
 import torch
-from packaging.requirements import Requirement
 
 from workbench import cli, doctor, jupyter_extensions, watch
 from workbench.doctor import Finding, Verdict
@@ -30,15 +30,15 @@ def test_every_package_that_is_needed_is_here():
 
 
 def test_a_package_that_is_missing_or_of_another_version():
-    missing = doctor.package(Requirement("no-such-package>=3"))
+    missing = doctor.package("no-such-package", ">=3")
     assert (missing.verdict, missing.advice) == (Verdict.BAD, 'pip install "no-such-package>=3"')
-    other = doctor.package(Requirement("numpy>=900"))
+    other = doctor.package("numpy", ">=900")
     assert other.verdict is Verdict.BAD
     assert "but >=900 is required" in other.found
 
 
 def test_a_package_newer_than_tested_is_a_warning():
-    newer = doctor.package(Requirement("numpy>=1,<2"))
+    newer = doctor.package("numpy", "<2,>=1")
     assert newer.verdict is Verdict.NOTE
     assert "newer than the tested versions, <2,>=1" in newer.found
     assert newer.advice == 'if something does not work: pip install "numpy<2,>=1"'
@@ -57,7 +57,7 @@ def test_little_memory_is_noted(free_gib, verdict, monkeypatch):
     class Memory:
         available = free_gib * 2**30
 
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", Memory)
+    monkeypatch.setattr(psutil, "virtual_memory", Memory)
     cores, memory = doctor.machine()
     assert cores.verdict is Verdict.GOOD
     assert (memory.verdict, memory.found) == (verdict, f"{free_gib:.1f} GiB free")
@@ -114,7 +114,7 @@ def test_widgets_are_searched_in_jupyters_paths(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("there", "verdict"), [(False, Verdict.NOTE), (True, Verdict.GOOD)])
 def test_the_panel(there, verdict, monkeypatch):
-    monkeypatch.setattr(doctor, "has_extension", lambda name: there and name == "fsdp-workbench")
+    monkeypatch.setattr(jupyter_extensions, "has_extension", lambda name: there and name == "fsdp-workbench")
     assert only(doctor.panel()).verdict is verdict
 
 

@@ -12,13 +12,18 @@ if TYPE_CHECKING:
     from workbench.workbench import Workbench
 
 __version__ = "0.2.0"
-__all__ = ["Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+INSTALL = "pip install 'fsdp-workbench[notebook]'"
+"""What installs the packages for notebooks, pages and pictures."""
+
+__all__ = ["INSTALL", "Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
     if name == "Workbench":
-        from workbench.workbench import Workbench  # noqa: PLC0415 - lazy by design
-
+        try:
+            from workbench.workbench import Workbench  # noqa: PLC0415 - lazy by design
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"Workbench needs more packages: {INSTALL} ({error})", name=error.name) from error
         return Workbench
     raise AttributeError(f"module 'workbench' has no attribute {name!r}")
 

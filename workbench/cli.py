@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TextIO
 
-from workbench import __version__
+from workbench import INSTALL, __version__
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 from workbench.ports import LOOPBACK
 
@@ -44,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _COMMANDS[args.word](args)
     except WorkbenchError as error:
         return _fail(args, error, 1)
-    except ImportError as error:
-        message = f"{error}\nThe installation is not complete: install the workbench again with pip."
+    except ModuleNotFoundError as error:
+        message = f"workbench {args.word} needs more packages: {INSTALL} ({error})"
         return _fail(args, ImportError(message), 1)
 
 
@@ -218,6 +219,7 @@ def _say(stream: TextIO, line: str) -> None:
 
 
 def _lab(extra: Sequence[str]) -> int:
+    _need_lab()
     tour, root = find_tour(), _given(extra, "ServerApp.root_dir")
     if root is not None:
         folder = Path(root).expanduser().absolute()
@@ -225,6 +227,12 @@ def _lab(extra: Sequence[str]) -> int:
     elif tour.parent == _INSTALLED:  # users do not work inside an installed package
         tour = _copied(tour, Path.cwd())
     os.execv(sys.executable, lab_command(tour, extra))
+
+
+def _need_lab() -> None:
+    """Raise ModuleNotFoundError if JupyterLab is not installed."""
+    if find_spec("jupyterlab") is None:
+        raise ModuleNotFoundError("JupyterLab is not installed")
 
 
 def _course(args: argparse.Namespace) -> int:
@@ -235,6 +243,7 @@ def _course(args: argparse.Namespace) -> int:
     sys.stderr.write(f"{copied}\n")
     if args.copy_only:
         return 0
+    _need_lab()
     os.execv(sys.executable, lab_command(copied.first, args.rest))
 
 

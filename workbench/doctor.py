@@ -8,22 +8,28 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
-import psutil
-from packaging.requirements import Requirement
-
+from workbench import INSTALL
 from workbench.devices import DEVICES, HOST
-from workbench.jupyter_extensions import PANEL, REMEDY, has_extension
 from workbench.replay.units import seen_words
 
 PACKAGE = "fsdp-workbench"
+NOTEBOOK = "notebook"
+"""The extra with the packages for notebooks."""
+
 SELF_TEST_RANKS = 2
 SELF_TEST_S = 10.0
+
+_NEEDED = re.compile(r"""(?P<name>[\w.-]+)(?P<versions>[^;]*?)\s*(?:;.*\bextra == ['"](?P<extra>\w+)['"])?""")
+_BOUND = re.compile(r"(<|>=)([\d.]+)")
 
 _WIDGETS = {
     "ipywidgets": "@jupyter-widgets/jupyterlab-manager",
@@ -35,6 +41,16 @@ import torch
 
 torch.manual_seed(0)
 tiny = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)).to(device)
+"""
+_SCRIPT = """
+import torch.distributed as dist
+from workbench.engine import fully_shard
+
+dist.init_process_group("gloo")
+device = "cpu"
+"""
+_SHARD = """
+fully_shard(tiny)
 """
 _STEP = """
 tiny_optimizer = torch.optim.AdamW(tiny.parameters())
@@ -124,35 +140,64 @@ def python() -> Iterator[Finding]:
 def packages() -> Iterator[Finding]:
     """Yield the version of each required package, and whether the workbench supports it."""
     try:
-        needed = [Requirement(text) for text in importlib.metadata.requires(PACKAGE) or ()]
+        needed = [match for text in importlib.metadata.requires(PACKAGE) or () if (match := _NEEDED.fullmatch(text))]
     except importlib.metadata.PackageNotFoundError:
         yield Finding(PACKAGE, Verdict.BAD, "not installed", "pip install -e . in the clone's folder")
         return
-    for requirement in needed:
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield package(requirement)
+    yield from (package(each["name"], each["versions"]) for each in needed if not each["extra"])
+    if missing := missing_for_notebooks():
+        yield Finding("notebooks", Verdict.NOTE, f"not possible without {', '.join(missing)}", INSTALL)
+    else:
+        yield from (package(each["name"], each["versions"]) for each in needed if each["extra"] == NOTEBOOK)
 
 
-def package(requirement: Requirement) -> Finding:
-    """Return the finding for one package."""
-    advice = f'pip install "{requirement.name}{requirement.specifier}"'
+def missing_for_notebooks() -> list[str]:
+    """Return the packages for notebooks that are not installed."""
+    needed = [match for text in importlib.metadata.requires(PACKAGE) or () if (match := _NEEDED.fullmatch(text))]
+    return [each["name"] for each in needed if each["extra"] == NOTEBOOK and _version(each["name"]) is None]
+
+
+def _version(name: str) -> str | None:
     try:
-        version = importlib.metadata.version(requirement.name)
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(requirement.name, Verdict.BAD, "not installed", advice)
-    missed = [each for each in requirement.specifier if not each.contains(version, prereleases=True)]
-    if not missed:
-        return Finding(requirement.name, Verdict.GOOD, version)
-    if all(each.operator == "<" for each in missed):
-        found = f"{version}, newer than the tested versions, {requirement.specifier}"
-        return Finding(requirement.name, Verdict.NOTE, found, f"if something does not work: {advice}")
-    return Finding(requirement.name, Verdict.BAD, f"{version}, but {requirement.specifier} is required", advice)
+        return None
+
+
+def package(name: str, versions: str) -> Finding:
+    """Return the finding for one package.
+
+    Args:
+        name: of the package.
+        versions: those that the workbench supports, such as ``<10,>=9.2``; empty: all.
+    """
+    advice = f'pip install "{name}{versions}"'
+    version = _version(name)
+    if version is None:
+        return Finding(name, Verdict.BAD, "not installed", advice)
+    bounds = [_BOUND.fullmatch(each.strip()) for each in versions.split(",") if each]
+    pairs = [(bound[1], _numbers(version), _numbers(bound[2])) for bound in bounds if bound is not None]
+    if any(sign == ">=" and found < bound for sign, found, bound in pairs):
+        return Finding(name, Verdict.BAD, f"{version}, but {versions} is required", advice)
+    if any(sign == "<" and found >= bound for sign, found, bound in pairs):
+        found = f"{version}, newer than the tested versions, {versions}"
+        return Finding(name, Verdict.NOTE, found, f"if something does not work: {advice}")
+    return Finding(name, Verdict.GOOD, version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the release of a version: ``"2.15.0+cpu"`` -> ``(2, 15, 0)``."""
+    return tuple(int(part) for part in re.match(r"[\d.]*", version)[0].split(".") if part)  # type: ignore[index]
 
 
 def machine() -> Iterator[Finding]:
     """Yield cores and memory; ranks share both."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", Verdict.GOOD, f"{cores}; ranks share them, with at least one thread each")
+    try:
+        import psutil  # noqa: PLC0415 - of the notebook's packages
+    except ImportError:
+        return
     free = psutil.virtual_memory().available / 2**30
     if free < 1.5:
         advice = "four small ranks take about 1.1 GiB: close other programs, or start fewer ranks: %fsdp start -n 2"
@@ -167,12 +212,15 @@ def devices() -> Iterator[Finding]:
         import torch  # noqa: PLC0415 - its absence is a finding
         import torch.distributed as dist  # noqa: PLC0415
 
-        from workbench.engine.backends import counts, kind  # noqa: PLC0415 - needs torch
+        from workbench.engine._torch import untried  # noqa: PLC0415 - needs torch
+        from workbench.engine.backends import counts, kind  # noqa: PLC0415
     except (ImportError, OSError) as error:  # OSError: one of torch's libraries cannot be loaded
         yield Finding(
             "devices", Verdict.BAD, f"torch cannot be imported: {error}", "pip install --force-reinstall torch"
         )
         return
+    if warning := untried():
+        yield Finding("torch", Verdict.NOTE, warning)
     here = counts()
     found = {name: number for name, number in here.items() if number}
     cards = [torch.get_device_module(name).get_device_name(i) for name, number in found.items() for i in range(number)]
@@ -199,6 +247,10 @@ def collectives() -> Iterator[Finding]:
 
 def widgets() -> Iterator[Finding]:
     """Yield whether JupyterLab can show the widgets: progress bars and controls."""
+    try:
+        from workbench.jupyter_extensions import has_extension  # noqa: PLC0415 - of the notebook's packages
+    except ImportError:
+        return
     for name, extension in _WIDGETS.items():
         if has_extension(extension):
             yield Finding(f"{name} in Lab", Verdict.GOOD, f"{extension} is installed")
@@ -209,6 +261,10 @@ def widgets() -> Iterator[Finding]:
 
 def panel() -> Iterator[Finding]:
     """Yield whether JupyterLab finds the panel."""
+    try:
+        from workbench.jupyter_extensions import PANEL, REMEDY, has_extension  # noqa: PLC0415 - as above
+    except ImportError:
+        return
     if has_extension(PANEL):
         yield Finding("Lab panel", Verdict.GOOD, "installed")
     else:
@@ -219,15 +275,28 @@ def self_test() -> Iterator[Finding]:
     """Yield whether two ranks can start, train a tiny sharded model and stop."""
     begin = time.monotonic()
     try:
-        calls = _train()
+        calls = _train_script() if missing_for_notebooks() else _train()
     except Exception as error:  # noqa: BLE001 - any error is the finding
         advice = "if all lines above are ok, this is a bug; else repair those first"
         yield Finding("self-test", Verdict.BAD, f"{type(error).__name__}: {error}", advice)
         return
     seconds = time.monotonic() - begin
-    found = f"{SELF_TEST_RANKS} ranks trained a sharded model, {calls} collectives as expected, {seconds:.1f} s"
+    as_expected = f"{calls} collectives as expected, " if calls else ""
+    found = f"{SELF_TEST_RANKS} ranks trained a sharded model, {as_expected}{seconds:.1f} s"
     slow = "ranks start slowly here: is the machine busy?" if seconds > SELF_TEST_S else ""
     yield Finding("self-test", Verdict.NOTE if slow else Verdict.GOOD, found, slow)
+
+
+def _train_script() -> int:
+    """Train a step without the packages for notebooks; return 0, as collectives are not counted."""
+    from workbench.script_ranks import ScriptRanks  # noqa: PLC0415 - needs torch
+
+    with tempfile.TemporaryDirectory() as folder, ScriptRanks(SELF_TEST_RANKS, lambda _: None) as ranks:
+        script = Path(folder) / "self_test.py"
+        script.write_text(f"{_SCRIPT}{_MODEL}{_SHARD}{_STEP}\ntiny_step()\n", "utf-8")
+        ranks.run_script(str(script), ())
+        ranks.lint()
+    return 0
 
 
 def _train() -> int:

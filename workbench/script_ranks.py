@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import selectors
@@ -54,7 +55,7 @@ class _Rank:
     answers: int
     written: Answer = field(default_factory=Answer)
     reply: dict[str, Any] | None = None
-    unread: bytes = b""
+    unread: str = ""
 
 
 class ScriptRanks:
@@ -155,7 +156,8 @@ class ScriptRanks:
             os.close(write_answer)
         rank = self._ranks[number] = _Rank(process, os.fdopen(write_request, "wb", buffering=0), read_answer)
         for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr"), (read_answer, "")):
-            self._selector.register(cast("int", stream), selectors.EVENT_READ, (rank, name))
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
+            self._selector.register(cast("int", stream), selectors.EVENT_READ, (rank, name, decoder))
 
     def _end(self, *, at_once: bool = True) -> None:
         """End the ranks, and every process that they have started."""
@@ -197,30 +199,31 @@ class ScriptRanks:
                     break
         except KeyboardInterrupt:
             raise Interrupted("interrupted: the ranks have ended") from None
-        finally:
-            self._read(0)
+        while self._read(0):
+            pass
         if failures:
             if self._stream is not None:
                 self._stream.finish(self._on_output, also_agreement=False)
             raise to_error(list(failures.values()), {}, next_thing="")
         return [cast("dict[str, Any]", rank.reply)["value"] for rank in self._ranks.values()]
 
-    def _read(self, timeout_s: float) -> None:
-        """Read what ranks have written and answered."""
-        while ready := self._selector.select(timeout_s):
-            for key, _ in ready:
-                rank, name = key.data
-                data = os.read(key.fd, 1 << 16)
-                if not data:
-                    self._selector.unregister(key.fileobj)
-                elif name:
-                    rank.written.outputs.append(Output(name, text=data.decode("utf-8", "replace")))
-                else:
-                    *lines, rank.unread = (rank.unread + data).split(b"\n")
-                    rank.reply = json.loads(lines[0]) if lines else rank.reply
-            timeout_s = 0
+    def _read(self, timeout_s: float) -> int:
+        """Read what ranks have written and answered; return from how many pipes."""
+        ready = self._selector.select(timeout_s)
+        for key, _ in ready:
+            rank, name, decoder = key.data
+            data = os.read(key.fd, 1 << 16)
+            text = decoder.decode(data)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            elif name:
+                rank.written.outputs.append(Output(name, text=text))
+            else:
+                answer, end, rank.unread = (rank.unread + text).partition("\n")
+                rank.reply, rank.unread = (json.loads(answer), "") if end else (rank.reply, answer)
         if self._stream is not None:
             self._stream.forward(self._on_output)
+        return len(ready)
 
 
 def _failure(number: int, rank: _Rank) -> Failure | None:

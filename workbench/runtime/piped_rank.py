@@ -92,11 +92,11 @@ def _report(error: BaseException) -> dict[str, Any]:
     return {
         "ename": type(error).__name__,
         "evalue": str(error),
-        "traceback": "".join(tracebacks.fold(_render)(type(error), error, error.__traceback__)).rstrip(),
+        "traceback": "\n".join(tracebacks.fold(_render)(type(error), error, error.__traceback__)),
         "line": line,
         "script": "" if line is None else os.path.basename(str(file)),
     }
 
 
 def _render(kind: type[BaseException], error: BaseException, frames: TracebackType | None, *_: object) -> list[str]:
-    return traceback.format_exception(kind, error, frames)
+    return "".join(traceback.format_exception(kind, error, frames)).splitlines()
