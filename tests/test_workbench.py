@@ -27,7 +27,7 @@ from tests.helpers.waiting import wait_until
 from workbench.cluster.pending_replies import Output, settle
 from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import Reshard, Shard, Step, UnmanagedState
+from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState
 from workbench.protocol.rank_messages import CellLine, GiveUp
 from workbench.session import session, stall_notice, waiter
 from workbench.trace import steps
@@ -74,7 +74,8 @@ def test_start_and_stop_reach_the_cluster_once():
     report = bench.start()
     assert (report.num_ranks, report.devices) == (2, ("cpu", "cpu"))
     assert bench.fake.num_ranks == 2
-    assert bench.fake.settings == {"device": "cpu", "profile": "p", "engines": "ssh", "interface": "eth0"}
+    given = {"device": "cpu", "profile": "p", "engines": "ssh", "interface": "eth0"}
+    assert bench.fake.settings == {**given, "start_timeout_s": START_TIMEOUT_S}
     with pytest.raises(UsageError, match="2 ranks are already running: %fsdp stop first"):
         bench.start()
     bench.stop()
