@@ -34,7 +34,7 @@ POLICIES = {
     "few ranks after forward": {"reshard_after_forward": 2},
     "kept": {"reshard_after_forward": "false"},
     "mixed precision": {"mp": "bf16,reduce=fp32,output=fp32"},
-    "norms in their own dtype": {"mp": "bf16,reduce=fp32,keep=*.norm*|scale"},
+    "norms in their own dtype": {"mp": "bf16,reduce=fp32,keep=*.norm*"},
     "copies, all in bfloat16": {"mesh": (2, 2), "mp": "bf16"},
     "offload": {"offload": True},
     "prefetch": {"prefetch": 2},
