@@ -416,7 +416,7 @@ class FakeRanks:
     def run_script(self, script, args):
         FakeRanks.calls += ((script, tuple(args)),)
 
-    def verify(self, model, fn):
+    def verify(self, model, fn, *, repeat):
         FakeRanks.calls += ((model, fn),)
         if isinstance(self.report, Exception):
             raise self.report

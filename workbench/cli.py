@@ -140,8 +140,8 @@ _VERIFY = """\
 Check a training recipe: run a script on CPU ranks, as %fsdp run does, then compare one step of its sharded model with
 the same step of an unsharded copy. The workbench's engine takes the place of torch's fully_shard and
 FullyShardedDataParallel in the script; DistributedDataParallel stays torch's. The script must define a function of one
-training step (train_step, or --fn) that uses the model and the optimizer by their global names. Further arguments go to
-the script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
+training step (train_step, or --fn) that reaches the model and the optimizer by variables. Further arguments go to the
+script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
 _VERIFY_NEEDS = (
     "The script must shard a model with fully_shard or FullyShardedDataParallel, or wrap it in "
     "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
@@ -192,6 +192,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     )
     verify.add_argument("--fn", default="train_step", help="the script's function of one step (default train_step)")
     verify.add_argument("--model", default="", help="the script's sharded model (default: the only one)")
+    verify.add_argument(
+        "--repeat", action="store_true", help="run the sharded step twice instead, and compare all bits"
+    )
     verify.add_argument(
         "script", help="the training script; all other arguments are its own, and so are those after --"
     )
@@ -389,7 +392,7 @@ def _verify(args: argparse.Namespace) -> int:
             ranks.take_our_engine()
             ranks.run_script(args.script, args.rest)
             try:
-                report = ranks.verify(args.model, args.fn)
+                report = ranks.verify(args.model, args.fn, repeat=args.repeat)
             except UsageError as error:
                 raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
     except WorkbenchError as error:

@@ -523,7 +523,12 @@ export interface Evaluate {
 
 export interface Back { readonly word: "back"; readonly n?: number; }
 
-export interface Verify { readonly word: "verify"; readonly model?: string; readonly fn?: string; }
+export interface Verify {
+  readonly word: "verify";
+  readonly model?: string;
+  readonly fn?: string;
+  readonly repeat?: boolean;
+}
 
 export interface DrawLayout {
   readonly word: "layout";

@@ -993,6 +993,35 @@ class CopyStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """Where the second of two equal sharded steps first differs from the first, on one rank, and what tells the cause.
+
+    Attributes:
+        output: first module whose output differs, in the order of execution.
+        grad: first parameter whose gradient differs when an optimizer gets it.
+        param: first parameter that differs after the step.
+        differs_in_input: whether the root module got other inputs.
+        order: first module that is not called in the same place in both steps; None: the orders are equal.
+        random: first module at whose call the random numbers' states differ; None: they never do.
+        changed: first parameter whose full values differ, before any output does; None: none.
+        gathered: checksum of each parameter's full values at its first use, by name.
+        operations: operations that have no deterministic implementation here.
+        is_deterministic: whether the steps are equal with deterministic operations; None: it was not tried.
+    """
+
+    output: Difference | None
+    grad: Difference | None
+    param: Difference | None
+    differs_in_input: bool
+    order: str | None = None
+    random: str | None = None
+    changed: str | None = None
+    gathered: dict[str, int] = field(default_factory=dict)
+    operations: tuple[str, ...] = ()
+    is_deterministic: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifyReply(StepComparison):
     """The comparison on one rank.
 
@@ -1011,6 +1040,7 @@ class VerifyReply(StepComparison):
         settings: the values of the options of optimizers' groups, as text, by optimizer, group and option.
         optimizer_steps: steps of optimizers in the step of the copy.
         num_inputs: elements of the first input of the root module.
+        repetition: the comparison of two equal sharded steps, instead of with a copy; None: with a copy.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
@@ -1026,6 +1056,7 @@ class VerifyReply(StepComparison):
     settings: dict[str, str] = field(default_factory=dict)
     optimizer_steps: int = 0
     num_inputs: int = 0
+    repetition: Repetition | None = None
 
 
 @command("verify", reply=VerifyReply)
@@ -1040,6 +1071,7 @@ class Verify(Command):
         "sharded model (default: the only one)", default="", kw_only=False, metavar="MODEL", completes="modules"
     )
     fn: str = argument(_FN, default="train_step", kw_only=False)
+    repeat: bool = argument("run the sharded step twice instead, and compare all bits", default=False)
 
     def __post_init__(self) -> None:
         if self.model:

@@ -45,6 +45,7 @@ from workbench.replay.shards import totals, unit_shards
 from workbench.replay.units import by_number, differing, unmanaged_sentences, unseen_words
 from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
+from workbench.reports.repeat_faults import first_repeated, repeat_faults
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DATA, DRIFT, FirstDifference, faults_of, first_differences
 from workbench.text_formats import ERROR_TEXT, format_bytes, format_duration, format_loss, format_share, plural
@@ -472,6 +473,7 @@ class VerifyReport(StepComparison, Report):
         notes: what is probably unintended, and what to do, a sentence each.
         faults: why the steps differ, as far as the evidence decides it, the most important first.
         first_differences: the first output, gradient and parameter that differ.
+        is_repeated: whether the sharded step was compared with itself instead of an unsharded copy.
     """
 
     buffers: str = ""
@@ -479,6 +481,7 @@ class VerifyReport(StepComparison, Report):
     notes: tuple[str, ...] = ()
     faults: tuple[Fault, ...] = ()
     first_differences: tuple[FirstDifference, ...] = ()
+    is_repeated: bool = False
 
     @property
     def headline(self) -> str:
@@ -499,6 +502,9 @@ class VerifyReport(StepComparison, Report):
             those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
             since = f"; {self.since}" if self.since else ""
             return f"cannot compare: {those} hold NaN or infinity in both{since}"
+        if self.is_repeated:
+            verdict = "gives the same bits twice" if self.ok else "does NOT give the same bits twice"
+            return f"the sharded step {verdict}: outputs, gradients and parameters compared"
         verdict = "the same as" if self.ok else "NOT the same as"
         return (
             f"sharded training is {verdict} unsharded: {plural(self.num_params, 'parameter')} compared after one step"
@@ -522,9 +528,10 @@ class VerifyReport(StepComparison, Report):
         return [*facts_of(self.faults), *places, *self._numbers()]
 
     def _numbers(self) -> list[tuple[str, str]]:
-        worst = f", in {self.worst_param}" if self.max_rel_diff else ""
+        worst = f", in {self.worst_param}" if self.max_rel_diff and self.worst_param else ""
+        of = "parameter" if self.is_repeated else "update"
         found = [
-            ("largest difference", f"{self.max_abs_diff:.3g}; {self.max_rel_diff:.3g} of the update{worst}"),
+            ("largest difference", f"{self.max_abs_diff:.3g}; {self.max_rel_diff:.3g} of the {of}{worst}"),
             ("tolerance", self.tolerance),
             ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
@@ -532,7 +539,8 @@ class VerifyReport(StepComparison, Report):
             found = []  # nothing could be compared
         if self.loss_sharded is not None and self.loss_reference is not None:
             both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
-            found.append(("loss", "{} sharded, {} unsharded".format(*both)))
+            which = "{} in the second run, {} in the first" if self.is_repeated else "{} sharded, {} unsharded"
+            found.append(("loss", which.format(*both)))
         if self.not_finite:
             found.append(("NaN or infinity in", listed(self.not_finite)))
         if self.undecided:
@@ -838,7 +846,8 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 @says(Verify)
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_rel_diff)
-    faults = faults_of(by_rank)
+    repeats = [verified.repetition for verified in by_rank if verified.repetition is not None]
+    faults = repeat_faults(repeats) if repeats else faults_of(by_rank)
     differences = [verified.differences for verified in by_rank if verified.differences is not None]
     return VerifyReport(
         num_params=worst.num_params,
@@ -856,7 +865,8 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         since=_since([verified.since for verified in by_rank]),
         notes=(*_notes("", [verified.unmanaged for verified in by_rank]), *_not_seen(by_rank)),
         faults=faults,
-        first_differences=first_differences(differences),
+        first_differences=first_repeated(repeats) if repeats else first_differences(differences),
+        is_repeated=bool(repeats),
     )
 
 

@@ -87,14 +87,15 @@ _ORDERS = {
 def first_differences(differences: Differences) -> tuple[FirstDifference, ...]:
     """Return the first output, gradient and parameter that differ, in the order of a step."""
     found = (
-        _first("output", [each.output for each in differences]),
-        _first("gradient", [each.grad for each in differences]),
-        _first("parameter", [each.param for each in differences]),
+        first_of("output", [each.output for each in differences]),
+        first_of("gradient", [each.grad for each in differences]),
+        first_of("parameter", [each.param for each in differences]),
     )
     return tuple(each for each in found if each is not None)
 
 
-def _first(what: str, by_rank: Sequence[Difference | None]) -> FirstDifference | None:
+def first_of(what: str, by_rank: Sequence[Difference | None]) -> FirstDifference | None:
+    """Return the first difference of all ranks; None without one."""
     places = [each.position for each in by_rank if each is not None]
     at = {rank: each for rank, each in enumerate(by_rank) if each is not None and each.position == min(places)}
     if not at:
@@ -320,7 +321,7 @@ def _norms(what: str, sketches: Sequence[Sketch | None]) -> str:
 
 
 def _not_finite(differences: Differences) -> Fault | None:
-    first = _first("output", [each.output for each in differences])
+    first = first_of("output", [each.output for each in differences])
     if first is None or math.isfinite(first.relative):
         return None
     ranks = [rank for rank, each in enumerate(differences) if each.output is not None and _is_infinite(each.output)]

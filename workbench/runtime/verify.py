@@ -33,6 +33,7 @@ from workbench.runtime.lint import sharded_models
 from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
+from workbench.runtime.repeated_step import repeated
 from workbench.runtime.step_counters import (
     RaisedCounters,
     check_counted,
@@ -85,6 +86,8 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         with ExitStack() as stack:
             for each in others:
                 stack.enter_context(_restored(each))
+            if command.repeat:
+                return repeated(sharded, step, program, rank.groups.largest, _restored)
             return _verified(sharded, step, program, rank.groups.largest)
     finally:
         program.close()
