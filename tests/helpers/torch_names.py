@@ -71,6 +71,10 @@ ANNOTATIONS: Mapping[str, type] = {
 }
 
 
+OPTIONAL = {"_set_storage_data_ptr_access_error_msg", "register_post_hook", "unregister_post_hook"}
+"""Names that come with another one, for which the code asks: CUDA builds, or torch 2.14, have both."""
+
+
 def missing() -> list[str]:
     """Return a sentence for each name that the installed torch does not have, and for each kind of call that is new."""
     folder = Path(workbench.__file__).parent
@@ -89,7 +93,7 @@ def missing_in(source: str, name: str) -> Iterator[str]:
                 imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     known = {alias: _resolved(path) for alias, path in imported.items() if path.partition(".")[0] == "torch"}
     yield from (f"{name}: torch has no {imported[alias]}" for alias, value in known.items() if value is None)
-    asked = {ast.literal_eval(call.args[1]) for call in ast.walk(tree) if _is_question(call)}
+    asked = OPTIONAL | {ast.literal_eval(call.args[1]) for call in ast.walk(tree) if _is_question(call)}
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             every = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
