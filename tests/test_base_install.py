@@ -16,15 +16,21 @@ from workbench import INSTALL
 
 HOOK = """
 import sys
+from importlib.machinery import PathFinder
 
 
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {forbidden!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+class WithoutSome(PathFinder):
+    @classmethod
+    def find_spec(cls, name, *rest):
+        return None if name.partition(".")[0] in {forbidden!r} else super().find_spec(name, *rest)
+
+    @classmethod
+    def find_distributions(cls, *context):
+        found = super().find_distributions(*context)
+        return (each for each in found if each.name.lower().replace("_", "-").replace(".", "-") in {here!r})
 
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutSome
 """
 
 
@@ -70,15 +76,16 @@ def with_parts(name, found):
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
+def bare(tmp_path_factory, metadata):
     """Run Python with torch and numpy alone, in a folder of its own, without a network."""
     folder = tmp_path_factory.mktemp("bare")
     here = with_parts("numpy", with_parts("torch", {"fsdp-workbench", "pip", "setuptools"}))
     owners = importlib.metadata.packages_distributions().items()
     forbidden = {name for name, of in owners if not any(re.sub(r"[-_.]+", "-", each).lower() in here for each in of)}
-    (folder / "sitecustomize.py").write_text(HOOK.format(forbidden=forbidden - sys.stdlib_module_names))
+    (folder / "sitecustomize.py").write_text(HOOK.format(forbidden=forbidden - sys.stdlib_module_names, here=here))
     (folder / "train.py").write_text(RECIPE)
-    env = os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{REPO}"}
+    path = (folder, metadata.locate_file(""), REPO)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
 
     def run(*words):
         return subprocess.run(
@@ -93,12 +100,12 @@ WORKBENCH = ("-m", "workbench.cli")
 
 
 def test_a_run_is_recorded_and_explained(bare):
-    started = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "-m", "workbench.record")
+    started = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "workbench.record")
     done = bare(*started, "--out", "out", "train.py")
     assert done.returncode == 0, done.stderr
     where = bare(*WORKBENCH, "where", "out", "--json")
     assert (where.returncode, json.loads(where.stdout)["error"]) == (0, None), where.stderr
-    assert "ranks 0-1" in bare(*WORKBENCH, "where", "out").stdout
+    assert "the run has ended\n" in bare(*WORKBENCH, "where", "out").stdout
 
 
 @pytest.mark.parametrize(
