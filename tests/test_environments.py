@@ -126,7 +126,7 @@ def test_make_takes_torch_from_the_index_that_is_named(tmp_path):
     command = ["make", "-n", "-f", REPO / "Makefile", "demo", "TORCH_INDEX=https://example.org/whl/cpu"]
     lines = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.splitlines()
     installs = [line.partition(" install ")[2].strip() for line in lines if " install " in line]
-    assert installs == [f"--index-url https://example.org/whl/cpu torch=={TORCH}", "--editable ."]
+    assert installs == [f"--index-url https://example.org/whl/cpu torch=={TORCH}", "--editable '.[notebook]'"]
 
 
 def test_make_lends_another_torch_all_the_rest(tmp_path):
