@@ -227,7 +227,7 @@ def test_any_other_fault_of_the_recording_stops_it_too(begin, monkeypatch):
 
 
 def test_a_torch_that_is_not_known_leaves_the_program_as_it_was(tmp_path, monkeypatch):
-    def unknown():
+    def unknown(note):
         raise AttributeError("type object 'FSDPParamGroup' has no attribute 'unshard'")
 
     monkeypatch.setattr(rank_recording, "Watch", unknown)
