@@ -15,7 +15,7 @@ __version__ = "0.2.0"
 INSTALL = "pip install 'fsdp-workbench[notebook]'"
 """What installs the packages for notebooks, pages and pictures."""
 
-__all__ = ["INSTALL", "Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["Workbench", "__version__", "load_ipython_extension", "unload_ipython_extension"]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562

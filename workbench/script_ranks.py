@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Command)
 
 
 @dataclass
-class _Rank:
+class _ScriptRank:
     """The process of a rank, the ends of its pipes, and what it has answered and written.
 
     Attributes:
@@ -70,7 +70,7 @@ class ScriptRanks:
         if num_ranks < 1:
             raise UsageError(f"the number of ranks is at least 1, not {num_ranks}")
         self._num_ranks, self._on_output = num_ranks, on_output
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, _ScriptRank] = {}
         self._selector = selectors.DefaultSelector()
         self._stream: Stream | None = None
 
@@ -119,13 +119,15 @@ class ScriptRanks:
         """Return the faults of the sharded models that the script has left."""
         return cast(LintReport, self._report(Lint()))
 
-    def verify(self, model: str, fn: str) -> VerifyReport:
+    def verify(self, model: str, fn: str, *, repeat: bool = False) -> VerifyReport:
         """Compare a step of the script's function ``fn`` with that of an unsharded copy of ``model``.
+
+        With ``repeat``, compare it with the same step of ``model`` once more.
 
         Raises:
             UsageError: there is no such model or function.
         """
-        return cast(VerifyReport, self._report(Verify(model, fn)))
+        return cast(VerifyReport, self._report(Verify(model, fn, repeat=repeat)))
 
     def _report(self, command: Command) -> Report:
         names: dict[int, Names] = dict(enumerate(self._ask(ListNames())))
@@ -154,7 +156,7 @@ class ScriptRanks:
         finally:
             os.close(read_request)
             os.close(write_answer)
-        rank = self._ranks[number] = _Rank(process, os.fdopen(write_request, "wb", buffering=0), read_answer)
+        rank = self._ranks[number] = _ScriptRank(process, os.fdopen(write_request, "wb", buffering=0), read_answer)
         for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr"), (read_answer, "")):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
             self._selector.register(cast("int", stream), selectors.EVENT_READ, (rank, name, decoder))
@@ -226,7 +228,7 @@ class ScriptRanks:
         return len(ready)
 
 
-def _failure(number: int, rank: _Rank) -> Failure | None:
+def _failure(number: int, rank: _ScriptRank) -> Failure | None:
     """Return how a rank has failed; None if it has not."""
     if rank.reply is None and (code := rank.process.poll()) is not None:
         rank.reply = {}

@@ -32,6 +32,7 @@ REDUCE_SCATTER = [
     "RegisterPostBackwardFunction.backward",
     "FSDPParamGroup.post_backward",
     "FSDPParamGroup._reduce",
+    "FSDPParamGroup._start_reduction",
     "foreach_reduce",
     "CommGroup.issue",
     "DefaultReduceScatter.__call__",

@@ -46,6 +46,7 @@ from workbench.engine._torch import (
     chunk_cat,
     default_store,
     drop_own_parameter,
+    drop_post_accumulate_hooks,
     dtensor_of,
     flattened_mesh,
     forbid_reading,
@@ -69,6 +70,7 @@ from workbench.engine._torch import (
     premultiplied_sum,
     put_parameter,
     queue_backward_final_callback,
+    reset_group_names,
     root_mesh,
     set_composed,
     set_local,
@@ -489,6 +491,10 @@ def test_post_accumulate_grad_hooks_can_be_called_by_hand():
     assert handle.id not in param._post_accumulate_grad_hooks
     assert not has_post_accumulate_hooks(nn.Parameter(torch.ones(1)))
     call_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # without hooks
+    param.register_post_accumulate_grad_hook(lambda p: None)
+    drop_post_accumulate_hooks(param)
+    drop_post_accumulate_hooks(nn.Parameter(torch.ones(1)))  # without hooks
+    assert not has_post_accumulate_hooks(param)
 
 
 @on_one_rank
@@ -587,6 +593,8 @@ def names() -> None:
     dist.destroy_process_group(theirs)
     assert str(number - 1) not in named_groups()
     assert default in named_groups()
+    reset_group_names()
+    assert name_groups_from(0) == 0
 
 
 def test_groups_are_found_by_name():

@@ -15,7 +15,7 @@ from workbench.engine.explain import explain
 from workbench.record.launch import Place
 from workbench.record.rank_recording import RankRecording
 from workbench.record.reasons import reason_of
-from workbench.watch import at_first_group
+from workbench.watch._torch_private import at_first_group
 from workbench.watch.patches import Patches
 
 

@@ -27,7 +27,6 @@ from workbench.events import Unit
 from workbench.watch import c10d_calls
 from workbench.watch._torch_private import (
     HAS_HOOKS,
-    at_first_group,
     groups_below,
     handles_below,
     observe_calls,
@@ -46,7 +45,6 @@ __all__ = [
     "OwnUnit",
     "OwnUnits",
     "Watch",
-    "at_first_group",
     "is_sharded_by_torch",
     "log_metric",
     "sees_all_collectives",

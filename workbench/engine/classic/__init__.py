@@ -4,7 +4,8 @@ Every public function, attribute and argument of torch's wrapper exists here und
 ``torch.distributed.fsdp`` exports for it, and ``wrap.py`` has ``enable_wrap`` and ``wrap``. Differences:
 
 ``fully_shard``, ``FSDPModule``, ``MixedPrecisionPolicy``, ``OffloadPolicy``, ``CPUOffloadPolicy``,
-``DataParallelMeshDims``, ``UnshardHandle``, ``register_fsdp_forward_method``, ``share_comm_ctx``
+``DataParallelMeshDims``, ``UnshardHandle``, ``GradientReductionHandle``, ``register_fsdp_forward_method``,
+``share_comm_ctx``
     belong to the FSDP2 API; they are in ``workbench.engine``.
 torch's own enums and configs
     are refused, because they are not classes of this package: "must be a workbench.engine.classic.ShardingStrategy,
