@@ -25,7 +25,7 @@ from workbench.engine.tensor_trees import tensors_in
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
 from workbench.events import TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, unit_words
-from workbench.protocol.commands import Difference, StepDifferences, Verify, VerifyReply
+from workbench.protocol.commands import CopyStep, Difference, StepDifferences, Verify, VerifyReply
 from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.copy_observation import CopyObserver, settings_of
@@ -111,6 +111,9 @@ def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramS
             "optimizer_steps": pair.copy.optimizer_steps,
             "num_inputs": pair.num_inputs,
         }
+    if largest(int(bool(found["not_finite"]))):  # the average has spread what one rank may have caused
+        with _restored(sharded), _Pair(sharded, optimizers, step, program, largest) as pair:
+            of_copy["copy"] = pair.run_from_finite()
     differences = None
     if largest(int(not found["ok"])):
         with _restored(sharded), _Pair(sharded, optimizers, step, program, largest, keeps=True) as pair:
@@ -249,6 +252,17 @@ class _Pair:
             with self._actual.watching(), raised.watching():
                 self.loss_sharded = loss_of(self._step())
             yield
+
+    @torch.no_grad()
+    def run_from_finite(self) -> tuple[CopyStep, ...]:
+        """Run the copy's step from finite parameters, so that only a rank with a cause of its own gets NaN."""
+        for param in self.after.values():
+            local = local_tensor(param)
+            places = torch.arange(local.numel(), device=local.device, dtype=torch.float64).view(local.shape)
+            local.copy_(torch.where(local.isfinite(), local, 0.02 * places.sin()))
+        with torch.enable_grad(), self._program.restored(self._replaced), self.copy.watching():
+            loss_of(self._step())
+        return self.copy.steps()
 
     def _run_on_copy(self) -> float | None:
         """Call the step function while the program refers to the copies; return its loss.
