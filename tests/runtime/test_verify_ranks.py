@@ -142,6 +142,19 @@ def test_a_sound_step_is_the_same_in_each_precision():
         assert report.max_rel_diff < 0.02
 
 
+def verify_of_a_destroyed_group():
+    wrapped = "model = nn.parallel.DistributedDataParallel(Block(), process_group=group)"
+    group, end = "group = torch.distributed.new_group()", "torch.distributed.destroy_process_group(group)"
+    exec("\n".join([SETUP, STEP, group, wrapped, end]), namespace())
+    rank_module._after_cell(None)
+    with pytest.raises(UsageError, match="the process group of the sharded model is destroyed"):
+        execute(Verify())
+
+
+def test_a_model_whose_group_is_destroyed_is_refused():
+    run(2, verify_of_a_destroyed_group)
+
+
 def test_batches_of_other_sizes_are_named():
     (report,) = reports_of(("", STEP.replace("torch.arange(6) % 4", "torch.arange(6) % 4\nx, y = x[rank:], y[rank:]")))
     assert report.ok

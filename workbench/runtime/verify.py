@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -76,9 +77,9 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         UsageError: there is no sharded model, several without a name, no step function, the step function does not
             train the named variable, or an optimizer lost its counts of steps.
     """
-    sharded = verified_model(command.model, rank)
+    sharded = _alive_model(command.model, rank)
     step = find_step_function(command.fn)
-    others = [verified_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
+    others = [_alive_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
     for each in (sharded, *others):
         each.reshard()  # else the model would hold full parameters here, and those would be restored
     program = ProgramState(user_namespace(), [each.model for each in (sharded, *others)])
@@ -91,6 +92,26 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
             return _verified(sharded, step, program, rank.groups.largest)
     finally:
         program.close()
+
+
+def _alive_model(name: str, rank: RankContext) -> VerifiedModel:
+    """Return the sharded model ``name``.
+
+    Raises:
+        UsageError: as :func:`verified_model`; or its process groups are destroyed.
+    """
+    try:
+        model = verified_model(name, rank)
+        for group in {group for groups in model.groups().values() for group in groups}:
+            dist.get_process_group_ranks(group)
+    except KeyError as error:
+        if not isinstance(error.args[0], dist.ProcessGroup):
+            raise
+        raise UsageError(
+            f"the process group of {name or 'the sharded model'} is destroyed, as that of a script is when the next "
+            "one starts; run its script again, or delete the variable that still holds it"
+        ) from None
+    return model
 
 
 def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramState, largest: Largest) -> VerifyReply:
