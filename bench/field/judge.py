@@ -18,12 +18,18 @@ RULES: Mapping[str, tuple[Cause, ...]] = {
     "wrong-order": (Cause.OTHER_ORDER,),
     "other-payload": (Cause.OTHER_PAYLOAD, Cause.OTHER_ROOT),
     "uneven-batches": (Cause.UNEVEN_STEPS, Cause.UNEVEN_BATCH_SIZES),
-    "crossed-groups": (Cause.OTHER_ORDER, Cause.P2P_CYCLE),
+    "uneven-passes": (Cause.BACKWARD_LEFT_OUT, Cause.UNEVEN_STEPS),
+    "unpaired-calls": (Cause.UNPAIRED_P2P, Cause.P2P_CYCLE),
+    "crossed-groups": (Cause.OTHER_ORDER,),
+    "stuck-collective": (Cause.OTHER_ROOT,),
     "late-rank": (Cause.STUCK_OUTSIDE,),
     "the error": ABORTED,  # of a cell or a step in a notebook
     # verify
     "not-finite": (Cause.NOT_FINITE,),
     "rank-not-stepped": (Cause.EXTRA_OPTIMIZER_STEP,),
+    "rank-stepped-twice": (Cause.EXTRA_OPTIMIZER_STEP,),
+    "other-settings": (Cause.OTHER_HYPERPARAMETER,),
+    "other-gradients": (Cause.GRADIENT_SCALE,),
     "no-sync-left-on": (Cause.SYNC_LEFT_OFF,),
     "partial-norm": (Cause.LOCAL_CLIP,),
     "wrong-scale": (Cause.GRADIENT_SCALE,),
@@ -33,9 +39,13 @@ RULES: Mapping[str, tuple[Cause, ...]] = {
     "stale-optimizer": (Cause.OPTIMIZER_BEFORE_SHARDING,),
     # lint
     "optimizer-before-shard": (Cause.OPTIMIZER_BEFORE_SHARDING,),
+    "parameters-replaced": (Cause.OPTIMIZER_BEFORE_SHARDING,),
+    "sync-left-off": (Cause.SYNC_LEFT_OFF,),
+    "no-set-epoch": (Cause.NOT_RESHUFFLED,),
     "same-data": (Cause.SAME_DATA,),
     "buffers-differ": (Cause.BUFFERS_DIFFER,),
     "tied-in-two-units": (Cause.TIED_WEIGHTS_LOST,),
+    "tie-lost": (Cause.TIED_WEIGHTS_LOST,),
 }
 """What each rule of the tool means: the only place that knows its names. Another rule is advice, and no cause."""
 

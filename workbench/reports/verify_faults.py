@@ -35,7 +35,7 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     causes = [fault for cause in CAUSES if differ and (fault := cause(differences)) is not None]
     first = [_other_targets, _own_not_finite, *([_settings] if differ else [])]
     causes = [*(f for f in causes if f.rule == DATA), *filter(None, (cause(by_rank) for cause in first)), *causes]
-    if differ and not causes:
+    if differ and not causes and _drift(by_rank) is None:
         causes = list(filter(None, [_copies_differ(by_rank)]))
     counters = _counters(by_rank)
     if counters is not None:

@@ -118,6 +118,9 @@ class VerifiedModel(ABC):
                 plain.register_post_accumulate_grad_hook(hook)
         return dict
 
+    def complete_grads(self, params: Mapping[str, nn.Parameter]) -> None:  # noqa: B027 - flat parameters alone have such
+        """Give the parameters of a copy the gradients that this model's get without being used: none."""
+
     @abstractmethod
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names, without wrappers, and the whole values of all parameters; collective."""
