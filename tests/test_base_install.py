@@ -113,6 +113,7 @@ def test_a_run_is_recorded_and_explained(bare):
     [
         (("lint", "train.py", "-n", "2"), 0, "model: no faults found"),
         (("verify", "train.py"), 0, "sharded training is the same as unsharded: 4 parameters"),
+        (("verify", "train.py", "--repeat"), 0, "the sharded step gives the same bits twice"),
         (("verify", "train.py", "--scale", "2"), 1, "gradients are summed over the 2 ranks instead of averaged"),
         (("doctor",), 0, f"-> {INSTALL}"),
     ],

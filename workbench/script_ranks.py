@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar, cast
@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Command)
 
 
 @dataclass
-class _ScriptRank:
+class _RankProcess:
     """The process of a rank, the ends of its pipes, and what it has answered and written.
 
     Attributes:
@@ -70,7 +70,7 @@ class ScriptRanks:
         if num_ranks < 1:
             raise UsageError(f"the number of ranks is at least 1, not {num_ranks}")
         self._num_ranks, self._on_output = num_ranks, on_output
-        self._ranks: dict[int, _ScriptRank] = {}
+        self._ranks: dict[int, _RankProcess] = {}
         self._selector = selectors.DefaultSelector()
         self._stream: Stream | None = None
 
@@ -103,11 +103,7 @@ class ScriptRanks:
             UsageError: there is no such script.
             RankError, RankDied, Interrupted: it failed, or was interrupted.
         """
-        try:
-            command = Run(script, args, module=module)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        self._call("execute", to_dict(with_script(command)))
+        self._call("execute", to_dict(with_script(_made(lambda: Run(script, args, module=module)))))
         cast(Stream, self._stream).finish(self._on_output, also_agreement=True)
         self._stream = None
 
@@ -119,15 +115,18 @@ class ScriptRanks:
         """Return the faults of the sharded models that the script has left."""
         return cast(LintReport, self._report(Lint()))
 
-    def verify(self, model: str, fn: str, *, repeat: bool = False) -> VerifyReport:
+    def verify(self, model: str, fn: str, *, repeat: bool) -> VerifyReport:
         """Compare a step of the script's function ``fn`` with that of an unsharded copy of ``model``.
 
-        With ``repeat``, compare it with the same step of ``model`` once more.
+        Args:
+            model: the variable that holds it; empty: the only one.
+            fn: the function.
+            repeat: run the sharded step twice instead, and compare all bits.
 
         Raises:
             UsageError: there is no such model or function.
         """
-        return cast(VerifyReport, self._report(Verify(model, fn, repeat=repeat)))
+        return cast(VerifyReport, self._report(_made(lambda: Verify(model, fn, repeat=repeat))))
 
     def _report(self, command: Command) -> Report:
         names: dict[int, Names] = dict(enumerate(self._ask(ListNames())))
@@ -156,7 +155,7 @@ class ScriptRanks:
         finally:
             os.close(read_request)
             os.close(write_answer)
-        rank = self._ranks[number] = _ScriptRank(process, os.fdopen(write_request, "wb", buffering=0), read_answer)
+        rank = self._ranks[number] = _RankProcess(process, os.fdopen(write_request, "wb", buffering=0), read_answer)
         for stream, name in ((process.stdout, "stdout"), (process.stderr, "stderr"), (read_answer, "")):
             decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
             self._selector.register(cast("int", stream), selectors.EVENT_READ, (rank, name, decoder))
@@ -228,7 +227,19 @@ class ScriptRanks:
         return len(ready)
 
 
-def _failure(number: int, rank: _ScriptRank) -> Failure | None:
+def _made(command: Callable[[], C]) -> C:
+    """Return a command.
+
+    Raises:
+        UsageError: it rejects what it is given.
+    """
+    try:
+        return command()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _failure(number: int, rank: _RankProcess) -> Failure | None:
     """Return how a rank has failed; None if it has not."""
     if rank.reply is None and (code := rank.process.poll()) is not None:
         rank.reply = {}
