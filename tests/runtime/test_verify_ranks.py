@@ -155,6 +155,24 @@ def test_a_model_whose_group_is_destroyed_is_refused():
     run(2, verify_of_a_destroyed_group)
 
 
+UNUSED = """
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 8)
+    def forward(self, x):
+        return self.used(x)
+model = FullyShardedDataParallel(Partly(), use_orig_params={orig_params})
+opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+"""
+
+
+def test_unused_parts_of_a_flat_parameter_decay_in_both():
+    wrapper = "from workbench.engine.classic import FullyShardedDataParallel\n"
+    for report in reports_of(*(("", STEP + wrapper + UNUSED.format(orig_params=each)) for each in (True, False))):
+        assert report.ok, str(report)
+
+
 def test_batches_of_other_sizes_are_named():
     (report,) = reports_of(("", STEP.replace("torch.arange(6) % 4", "torch.arange(6) % 4\nx, y = x[rank:], y[rank:]")))
     assert report.ok

@@ -118,8 +118,17 @@ class VerifiedModel(ABC):
                 plain.register_post_accumulate_grad_hook(hook)
         return dict
 
-    def complete_grads(self, params: Mapping[str, nn.Parameter]) -> None:  # noqa: B027 - flat parameters alone have such
-        """Give the parameters of a copy the gradients that this model's get without being used: none."""
+    def flat_parts(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters in each flat parameter: all get a gradient if one of them is used."""
+        yield from ()
+
+    def complete_grads(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Give unused parameters of a copy the gradient 0, as in a flat parameter of which another part is used."""
+        for names in self.flat_parts():
+            parts = [params[name] for name in names if name in params]
+            for param in parts if any(part.grad is not None for part in parts) else ():
+                if param.grad is None and param.requires_grad:
+                    param.grad = torch.zeros_like(param)
 
     @abstractmethod
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,6 +265,13 @@ class OwnModel(VerifiedModel):
                     for place in info.places
                 ),
             )
+
+    def flat_parts(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters in each flat parameter: all get a gradient if one of them is used."""
+        for unit in self._groups.values():
+            for param in unit.fsdp_params:
+                places = (place for info in param.infos for place in info.places)
+                yield [join(self.paths[module], name) for module, name in places]
 
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""

@@ -293,14 +293,10 @@ class TorchWrapperModel(VerifiedModel):
                 ),
             )
 
-    def complete_grads(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Give unused parameters of a copy the gradient 0, as in a flat parameter of which another part is used."""
+    def flat_parts(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters in each flat parameter: all get a gradient if one of them is used."""
         for flat in self._flats.values():
-            places = _torch_private.flat_places_of(flat.handle)
-            parts = [params[join(self.paths[module], name)] for module, name in places]
-            for param in parts if any(part.grad is not None for part in parts) else ():
-                if param.grad is None and param.requires_grad:
-                    param.grad = torch.zeros_like(param)
+            yield [join(self.paths[module], name) for module, name in _torch_private.flat_places_of(flat.handle)]
 
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
