@@ -260,7 +260,7 @@ def test_a_late_rank_is_named(wb):
     assert str(wb.step(1)).splitlines()[0].endswith("; rank 3 stops at the next event")
     assert wb.fake.patience[-1] == ("drain", ASK_S)
     assert [row.state for row in wb.where().ranks] == ["held", "held", "held", "running"]
-    assert wb.fake.patience[-1] == ("locate", WHERE_S)
+    assert wb.fake.patience[-2:] == [("locate", WHERE_S), ("line", WHERE_S)]
     assert wb._session.pulse().under_way.stop.endswith("; rank 3 stops at the next event")
     wb.make_late(3, False)
     wait_until(lambda: wb._session.pulse().under_way.stop.startswith("4 ranks stopped"))
@@ -598,7 +598,7 @@ def test_where_is_a_table(wb):
 
 def test_only_stopped_ranks_are_waited_for(wb):
     wb.where(stacks=True)  # idle ranks answer once the machine lets them run
-    assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
+    assert wb.fake.patience[-3:] == [(kind, PATIENT_S) for kind in ("locate", "stacks", "line")]
     wb.status()
     assert ("drain", PATIENT_S) in wb.fake.patience[2:]
     wb.fake.script["step"] = blocks
@@ -613,7 +613,7 @@ def test_only_stopped_ranks_are_waited_for(wb):
     wb.step(1, until="backward")
     assert wb.fake.patience[-1] == ("drain", PATIENT_S)
     wb.where(stacks=True)
-    assert wb.fake.patience[-2:] == [("locate", PATIENT_S), ("stacks", PATIENT_S)]
+    assert wb.fake.patience[-3:] == [(kind, PATIENT_S) for kind in ("locate", "stacks", "line")]
 
 
 def test_eval_and_inspect_inside_a_step(wb):

@@ -292,8 +292,14 @@ def test_unshard_and_verify_report(trained):
         "counters": [],
         "reset": [],
         "uneven": [],
+        "copy": [],
+        "settings": {},
+        "optimizer_steps": 1,
+        "num_inputs": 8,
+        "repetition": None,
+        "undecided": [],
     }
-    worse = {**result, "max_abs_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
+    worse = {**result, "max_abs_diff": 0.5, "max_rel_diff": 0.5, "worst_param": "<b>", "ok": False, "loss_sharded": 5.5}
     trained.fake.script["verify"] = [gives(result)] * 3 + [gives(worse)]
     report = trained.verify()
     assert not report.ok

@@ -551,7 +551,8 @@ def test_a_torch_that_cannot_be_recorded_runs_the_script_nevertheless(tmp_path, 
 
 def test_a_disk_with_too_little_room_is_said(run, capsys):
     huge = 1 << 30  # MB
-    assert run("print('trained')", flags=("--max-mb", str(huge))) == (None, "")
+    error, end = run("print('trained')", flags=("--max-mb", str(huge)))
+    assert (error, end.reason) == (None, "")
     said = capsys.readouterr()
     assert said.out == "trained\n"
     assert re.fullmatch(
