@@ -34,7 +34,6 @@ from workbench.trace.frames import short_place
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
 
-_TWO = 2
 _MAX_PLACES = 3
 """Lines that a verdict names; of more, the evidence has them."""
 
@@ -267,7 +266,7 @@ class _Waits:
         told = [each for each in waiting if _absent(each)]
         parties = sorted(by_value((each.rank, _id(each)) for each in told).values(), key=len)
         verdict = f"{label([each.rank for each in told])} wait for each other, in different groups"
-        if len(parties) == _TWO:
+        if len(parties) == 2:
             less, more = parties
             (mine,), (theirs,) = ([each for each in told if each.rank == ranks[0]] for ranks in parties)
             verdict = f"{label(less)} issued {self._call(mine)} where {label(more)} issued {self._call(theirs)}"
