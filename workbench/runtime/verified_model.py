@@ -313,11 +313,15 @@ def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
     return unit.has_partial_sum or any(full.has_grad for param in unit.fsdp_params for full in param.fulls)
 
 
+class HoldingsDiffer(UsageError):
+    """Ranks hold different gradients or optimizer state; raised on all ranks."""
+
+
 def check_same_holdings(holds: str, largest: Largest) -> None:
-    """Raise UsageError if ranks hold different gradients or optimizer state; ``holds`` describes them; collective."""
+    """Raise HoldingsDiffer if ranks hold other gradients or optimizer state; ``holds`` describes them; collective."""
     known = zlib.crc32(holds.encode())
     if largest(known) != -largest(-known):
-        raise UsageError(
+        raise HoldingsDiffer(
             "the ranks hold gradients or optimizer state of different parameters, so no copy can be made of them: "
             "let all ranks take the same steps, and clear gradients before verify"
         )

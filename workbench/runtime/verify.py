@@ -60,7 +60,7 @@ from workbench.runtime.step_observation import (
     tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
-from workbench.runtime.verified_model import Largest, OwnModel, TorchModel, VerifiedModel, local_tensors
+from workbench.runtime.verified_model import HoldingsDiffer, Largest, OwnModel, TorchModel, VerifiedModel, local_tensors
 from workbench.runtime.verified_wrappers import ReplicatedModel, TorchWrapperModel
 
 RTOL, ATOL = 1e-3, 1e-5  # of outputs and gradients in full precision
@@ -93,11 +93,13 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
                 return repeated(sharded, step, program, rank.groups.largest, _restored)
             try:
                 return _verified(sharded, step, program, rank.groups.largest)
-            except RanksDisagreeError:
+            except (RanksDisagreeError, HoldingsDiffer) as error:
                 counters = _counters(sharded, program)[1]
-                if not _differ([each.steps or 0 for each in counters], rank.groups.largest):
-                    raise
-                return _not_compared(sharded, counters)
+                if _differ([each.steps or 0 for each in counters], rank.groups.largest):
+                    return _not_compared(sharded, counters)
+                if isinstance(error, HoldingsDiffer):
+                    raise UsageError(str(error)) from None  # the notebook knows it by its name
+                raise
     finally:
         program.close()
 
