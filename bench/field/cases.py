@@ -1,7 +1,7 @@
 """The right verdict on each script in ``scripts``, in plain terms.
 
-The verdicts were written from the scripts, by somebody who had not read the rules of the tool; they use none of its
-words. A line of a script with the comment ``# <- here`` is one that a verdict should name.
+The verdicts come from the scripts alone, and not from the rules of the tool; they use none of its words. A line
+of a script with the comment ``# <- here`` is one that a verdict should name.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from workbench.events import unit_words
 from workbench.fault import Fault, listed
 from workbench.protocol.commands import Repetition
 from workbench.replay.grouping import by_value, label
-from workbench.reports.verify_faults import DATA, FirstDifference, first_of
+from workbench.reports.verify_faults import FirstDifference, data_fault, first_of
 
 _FIXED = "torch.use_deterministic_algorithms(True)"
 
@@ -33,14 +33,8 @@ def repeat_faults(by_rank: Sequence[Repetition]) -> tuple[Fault, ...]:
 
 def _other_data(by_rank: Sequence[Repetition]) -> Fault | None:
     ranks = [rank for rank, each in enumerate(by_rank) if each.differs_in_input]
-    if not ranks:
-        return None
-    return Fault(
-        rule=DATA,
-        verdict="the two runs got different data, so they cannot be compared",
-        evidence=(f"the inputs of the root module differ on {label(ranks)}",),
-        fix="draw batches from an iterator, loader or generator that the step function reaches by its variables",
-    )
+    fix = "draw batches from an iterator, loader or generator that the step function reaches by its variables"
+    return data_fault(ranks, "runs", fix) if ranks else None
 
 
 def _other_gather(by_rank: Sequence[Repetition]) -> Fault | None:

@@ -118,13 +118,16 @@ def first_of(what: str, by_rank: Sequence[Difference | None]) -> FirstDifference
 
 def _other_data(differences: Differences) -> Fault | None:
     ranks = [rank for rank, each in enumerate(differences) if each.differs_in_input]
-    if not ranks:
-        return None
+    return data_fault(ranks, "steps", _SAME_DATA) if ranks else None
+
+
+def data_fault(ranks: Sequence[int], compared: str, fix: str) -> Fault:
+    """Return the fault that the two ``compared``, steps or runs, had other inputs on ``ranks``."""
     return Fault(
         rule=DATA,
-        verdict="the two steps got different data, so they cannot be compared",
+        verdict=f"the two {compared} got different data, so they cannot be compared",
         evidence=(f"the inputs of the root module differ on {label(ranks)}",),
-        fix=_SAME_DATA,
+        fix=fix,
     )
 
 
