@@ -1,7 +1,6 @@
 """``workbench lint``: its arguments, its exit status, and that it leaves no process."""
 
 import os
-import signal
 import subprocess
 import sys
 
@@ -9,7 +8,6 @@ import psutil
 import pytest
 
 from tests.helpers import json_schema
-from tests.helpers.waiting import wait_until
 from workbench import cli, lint_script
 from workbench.cluster import Output
 from workbench.errors import ClusterError, Interrupted, UsageError
@@ -153,36 +151,6 @@ def test_lint_runs_a_script_and_leaves_no_process(args, status, text, tmp_path, 
     left = [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])]
     ours = [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid]
     assert (left, ours) == ([], [])
-
-
-WAITS = """
-import os, signal, threading
-
-print("begun", flush=True)
-if os.environ["RANK"] == {dies!r}:
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Event().wait()
-"""
-
-
-@pytest.mark.parametrize(
-    ("dies", "sent", "status", "text"),
-    [
-        ("1", None, 2, "rank 1 died: the process was killed by SIGKILL"),
-        ("", signal.SIGINT, 2, "interrupted: nothing was checked"),
-        ("", signal.SIGKILL, -signal.SIGKILL, ""),
-    ],
-)
-def test_ranks_end_with_a_rank_that_died_with_ctrl_c_and_with_the_command(dies, sent, status, text, tmp_path):
-    (tmp_path / "train.py").write_text(WAITS.format(dies=dies))
-    command = [sys.executable, "-m", "workbench.cli", "lint", "train.py"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr.readline() == "begun\n"
-        if sent is not None:
-            process.send_signal(sent)
-        assert text in process.stderr.read()
-    assert process.returncode == status
-    wait_until(lambda: not [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid])
 
 
 def _session_of(pid):

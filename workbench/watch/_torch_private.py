@@ -413,6 +413,7 @@ def renew(group: ParamGroup) -> None:
     states = _state_of(group)._state_ctx.all_states
     for each in (group, *(other for state in states for other in state._fsdp_param_groups)):
         each._all_gather_result = None  # else it is waited for, and its process group was aborted
+        drop_full_grads(each)
     if states:
         states[0]._reset_iter_state()
     else:  # no forward has made a root known, which knows the state of an iteration
