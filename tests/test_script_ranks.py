@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 rank = int(os.environ["RANK"])
-print("caf00e9", sys.argv[1:], flush=True)
+print("café", sys.argv[1:], flush=True)
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = fully_shard(nn.Linear(4, 4, bias=False))
@@ -64,7 +64,7 @@ def test_a_script_leaves_its_models_to_be_checked(script):
             ranks.verify("mdoel", "train_step", repeat=False)
     assert len(processes) == 2
     assert not any(each.is_running() for each in processes)
-    assert "".join(written) == "caf00e9 ['--lr', '1']\n--- 2 ranks agree\n"
+    assert "".join(written) == "café ['--lr', '1']\n--- 2 ranks agree\n"
 
 
 def test_a_failed_script_is_told_with_its_rank_and_its_line(script):

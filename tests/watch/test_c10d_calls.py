@@ -1,6 +1,8 @@
 """Every collective of a c10d program is an event, on every rank the same, with its bytes and its end."""
 
+import gc
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,6 +191,28 @@ def data_parallel():
     if c10d_calls.active is not None:  # the transport may report an end after the wait in C++ has returned
         wait_until(c10d_calls.active.has_settled)
     return losses
+
+
+def num_transport_threads():
+    tasks = Path("/proc/self/task").iterdir()
+    return sum("gloo" in (task / "comm").read_text() for task in tasks)
+
+
+def groups_that_come_and_go():
+    counts = []
+    for _ in range(3):
+        group = dist.new_group()
+        dist.all_reduce(torch.ones(1), group=group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        counts.append(num_transport_threads())
+    return counts
+
+
+def test_a_destroyed_group_ends_with_its_threads():
+    for counts in watch(2, groups_that_come_and_go).results:
+        assert len(set(counts)) == 1
 
 
 @pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")

@@ -229,10 +229,11 @@ def _hook_new(observer: CallObserver, changes: Patches) -> Callable[..., Any]:
 
 def _hook(group: dist.ProcessGroup, observer: CallObserver, changes: Patches) -> None:
     calls: dict[int, object] = {}
+    alive = weakref.ref(group)  # the group holds the hooks: with itself in them, it and its threads would never end
 
     def pre(call: Any) -> None:  # noqa: ANN401 - PreHookArgs
-        kind = _BY_HOOK[call.name.name]
-        if kind is not None:
+        kind, group = _BY_HOOK[call.name.name], alive()
+        if kind is not None and group is not None:
             tensors = Tensors(call.input_tensors, call.output_tensors)
             peer = call.root if kind.info.is_point_to_point else -1
             calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op, peer=peer)
