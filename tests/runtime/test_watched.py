@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -20,6 +21,7 @@ from workbench.events import Edge, Kind
 from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard
 from workbench.protocol.rank_messages import GiveUp
 from workbench.runtime import rank as rank_module
+from workbench.runtime.inspection import inspect
 from workbench.trace import check
 from workbench.watch._torch_private import HAS_HOOKS
 
@@ -210,6 +212,26 @@ def inside_a_step(ns):
 
 
 SHARDED = (shard_by_ours, wrap_by_ours, shard_by_torch, wrap_by_torch, replicate_by_torch)
+
+
+def named_inside_checkpoints(shard):
+    """Shard blocks that recompute their activations; return names: of units, keys, of what was inspected."""
+    ns = namespace()
+    model = make_blocks()
+    for index, block in enumerate(list(model)[:-1]):
+        model[index] = checkpoint_wrapper(block)
+    ns["model"] = shard(model)
+    rank_module._after_cell(None)
+    recorder = rank_module._this_rank().recorder
+    keys = list(make_blocks().state_dict())
+    return [unit.name for unit in recorder.header.units], keys, [inspect(key, recorder).fqn for key in keys]
+
+
+@pytest.mark.parametrize("shard", SHARDED[:-1])
+def test_names_are_those_of_the_state_dict_also_within_checkpoints(shard):
+    for units, keys, inspected in run(2, named_inside_checkpoints, shard):
+        assert set(units) == {"", "0", "1", "2", "3"}
+        assert inspected == keys
 
 
 def renewed_at_any_time():

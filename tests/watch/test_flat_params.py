@@ -15,10 +15,10 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.watched import make_blocks, train, watch
 from workbench.engine import probe
+from workbench.engine.module_names import clean
 from workbench.events import Category, Edge, Kind
 from workbench.replay.collectives import compare
 from workbench.trace import advance
-from workbench.watch import _torch_private as _torch
 
 NAMES = ["", "0", "1", "2", "3"]
 
@@ -93,7 +93,7 @@ def parts():
     (source,) = (each for each in probe.active._sources if each.name == "torch.FullyShardedDataParallel")
     unit = next(unit for unit in probe.active.header.units if unit.name == "1")
     with FullyShardedDataParallel.summon_full_params(model):
-        whole = {_torch.clean(name): param.detach().clone() for name, param in model.named_parameters()}
+        whole = {clean(name): param.detach().clone() for name, param in model.named_parameters()}
     tensors = source.tensors(unit.index)
     (flat,) = unit.params
     return [

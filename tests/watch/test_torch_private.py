@@ -170,7 +170,6 @@ def handles():
     assert handle.process_group is new
     wrapper = next(each for each in model.modules() if getattr(each, "_handle", None) is handle)
     assert wrapper.process_group is new
-    assert _torch.clean("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.2") == "0.2"
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -30,10 +30,10 @@ from workbench.engine.collective_order import FIRST_POLL_S, LAST_POLL_S, Collect
 from workbench.engine.comm import all_reduce_in_place
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError
 from workbench.engine.model_check import holders, name_ranks
+from workbench.engine.module_names import full_name, names_below
 from workbench.engine.param import ParamModuleInfo
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.process_groups import CommGroup, group_of
-from workbench.engine.root_checks import full_name, names_below
 
 Rows = dict[str, str | None]
 """Descriptions by name; None: this rank holds no elements, so any description matches."""

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from workbench.engine import probe, process_groups, refusal_text, root_checks
+from workbench.engine import module_names, probe, process_groups, refusal_text, root_checks
 from workbench.engine._torch import (
     base_of,
     is_in_backward,
@@ -180,7 +180,7 @@ class FSDPState:
             ValueError: parameters were tied, or replaced by ones of another shape, after fully_shard.
             RanksDisagreeError: ranks hold different units.
         """
-        names = root_checks.names_below(self.modules)
+        names = module_names.names_below(self.modules)
         states = _states_of(names)
         units = units_of(states)
         ran = [m for state in states if state is not self and state.is_root is not None for m in state.modules]
@@ -212,7 +212,7 @@ class FSDPState:
     def has_root(self) -> None:
         """Called once the root is known, as the tree's first forward begins."""
 
-    def _name_units(self, states: Sequence[FSDPState], names: root_checks.Names) -> None:
+    def _name_units(self, states: Sequence[FSDPState], names: module_names.Names) -> None:
         """Name units and parameters from this root; keep its own units unsharded if its policy is automatic."""
         if self.auto_reshard:
             for unit in self.units:
@@ -224,7 +224,7 @@ class FSDPState:
 
     def name_units(self) -> None:
         """Name units and parameters below this call relative to it, until the first forward finds the root."""
-        names = root_checks.names_below(self.modules)
+        names = module_names.names_below(self.modules)
         for unit, name in _named([state for state in _states_of(names) if state.is_root is None], names):
             unit.take_name(name)
             unit.announce()
@@ -599,7 +599,7 @@ def roots_below(module: nn.Module) -> list[tuple[str, FSDPState]]:
     for path, each in module.named_modules():  # parents first
         state = state_of(each)
         if state is not None and each not in inner:
-            found.setdefault(state, root_checks.clean(path))
+            found.setdefault(state, module_names.clean(path))
             inner.update(each.modules())
     return [(path, state) for state, path in found.items()]
 
@@ -609,13 +609,13 @@ def states_below(module: nn.Module) -> list[FSDPState]:
     return list(_states_of(module.modules()))
 
 
-def _named(states: Iterable[FSDPState], names: root_checks.Names) -> Iterator[tuple[FSDPParamGroup, str]]:
+def _named(states: Iterable[FSDPState], names: module_names.Names) -> Iterator[tuple[FSDPParamGroup, str]]:
     """Name the parameters of ``states`` and yield every unit with its name."""
     for state in states:
         name = ", ".join(names[m] for m in state.modules)
         for unit in state.units:
             for param in unit.fsdp_params:
-                param.take_names(functools.partial(root_checks.full_name, names))
+                param.take_names(functools.partial(module_names.full_name, names))
             yield unit, name
 
 
@@ -642,10 +642,10 @@ def _check_assigned(
     """
     if not metadata.get("assign_to_params_buffers"):
         return
-    names = root_checks.names_below((module,))
+    names = module_names.names_below((module,))
     for unit in units_of(_states_of(names)):
         for place, name in (place for param in unit.fsdp_params for place in param.info.places):
-            key = prefix + root_checks.full_name(names, place, name)
+            key = prefix + module_names.full_name(names, place, name)
             if not isinstance(state_dict.get(key), (DTensor, NoneType)):
                 raise TypeError(refusal_text.assigned_whole(key))
 

@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from workbench.engine.model_check import check_same_units
+from workbench.engine.module_names import Names, full_name
 from workbench.engine.param import ShardedState
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.process_groups import CommGroup
-
-Names = Mapping[nn.Module, str]
-"""Names of every module in the tree, relative to the root."""
-
-WRAPPED = "_fsdp_wrapped_module"
-"""Attribute under which a wrapper of the first FSDP API holds its module."""
-
-
-def clean(name: str) -> str:
-    """Return the name of a module or parameter without the parts that wrappers add.
-
-    Example: ``"_fsdp_wrapped_module.blocks.0._fsdp_wrapped_module.bias"`` -> ``"blocks.0.bias"``.
-    """
-    return ".".join(part for part in name.split(".") if part != WRAPPED) if WRAPPED in name else name
-
-
-def names_below(modules: Sequence[nn.Module]) -> Names:
-    """Return the name of every module in the tree of ``modules``; a list numbers them, as a ModuleList does.
-
-    A wrapper has the name of the module in it.
-    """
-    if len(modules) == 1:
-        return {module: clean(name) for name, module in modules[0].named_modules()}
-    return {m: clean(name) for i, top in enumerate(modules) for name, m in top.named_modules(prefix=str(i))}
-
-
-def full_name(names: Names, module: nn.Module, name: str) -> str:
-    """Return the name of ``module``'s parameter ``name`` relative to the root."""
-    prefix = names[module]
-    return f"{prefix}.{name}" if prefix else name
 
 
 def check_tree(root: str, ran: Iterable[nn.Module], units: Sequence[FSDPParamGroup], names: Names) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine import explain
 from workbench.engine._torch import local_of, storage_of
-from workbench.engine.root_checks import clean
+from workbench.engine.module_names import clean
 from workbench.errors import shortened
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
 from workbench.protocol.policy import DTYPES

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 
 from workbench.engine import FSDPModule
 from workbench.engine.full_param import local_tensor
+from workbench.engine.module_names import clean
 from workbench.events import TORCH_FULLY_SHARD, Param, ParamTensors, Unit, unit_words
 from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.protocol.lint_reply import RankComparison
@@ -48,7 +49,6 @@ from workbench.runtime.lint_target import (
 from workbench.runtime.model_summary import class_name
 from workbench.text_formats import plural
 from workbench.watch._torch_private import checkpoint_wrappers_below
-from workbench.watch._torch_private import clean as without_wrappers
 
 TOY_NBYTES = 1 << 20
 """Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""
@@ -211,7 +211,7 @@ def never_written(target: LintTarget) -> Iterator[Finding]:
 
 
 def _buffers(target: LintTarget) -> dict[str, torch.Tensor]:
-    return {without_wrappers(name): buffer for name, buffer in target.model.named_buffers()}
+    return {clean(name): buffer for name, buffer in target.model.named_buffers()}
 
 
 @rule(Damage.NUMBERS, named="in-no-unit")
@@ -225,7 +225,7 @@ def trained_in_no_unit(target: LintTarget) -> Iterator[Finding]:
 def _in_no_unit(target: LintTarget) -> Sequence[str]:
     if any(not unit.info.engine for unit in target.units):  # the workbench's
         return target.unmanaged.params
-    managed = {without_wrappers(name) for unit in target.units for name in unit.tensors}
+    managed = {clean(name) for unit in target.units for name in unit.tensors}
     return [
         name
         for name, param in target.params.items()
@@ -320,7 +320,7 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
         if not any(unit.info.index in past.unreduced for *_, past in target.trained):  # that is the cause
             digests |= _digests(unit)
     if not _has_tensor_parallelism(target):
-        apart = {without_wrappers(name) for unit in target.units for name in unit.tensors} | {*_in_no_unit(target)}
+        apart = {clean(name) for unit in target.units for name in unit.tensors} | {*_in_no_unit(target)}
         digests |= {
             name: digest(param)
             for name, param in target.params.items()
@@ -931,7 +931,7 @@ def _in_unit(target: LintTarget, unit: LintUnit, prefix: str) -> int:
         math.prod(shape)
         for param in unit.info.params
         for name, shape, _ in parts_of(param)
-        if without_wrappers(name).startswith(f"{prefix}.")
+        if clean(name).startswith(f"{prefix}.")
     )
 
 
@@ -1080,7 +1080,7 @@ def _checkpointed(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "GradientCheckpointingLayer" in kinds and getattr(module, "gradient_checkpointing", False):
-            yield without_wrappers(path), module
+            yield clean(path), module
 
 
 def _sharded_below(target: LintTarget, inner: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -19,6 +19,7 @@ from types import CodeType
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.engine.module_names import clean, named_params
 from workbench.events import TORCH_DDP, Param, ParamTensors, Unit
 from workbench.fault import Fault
 from workbench.protocol.commands import UnmanagedState
@@ -26,7 +27,6 @@ from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import LostTie
 from workbench.runtime.model_summary import unmanaged_in
 from workbench.runtime.training_history import OptimizerHistory, TrainingHistory
-from workbench.watch._torch_private import clean as without_wrappers
 
 Finding = Fault | RankComparison
 
@@ -116,12 +116,12 @@ class LintTarget:
     @functools.cached_property
     def params(self) -> dict[str, nn.Parameter]:
         """The parameters that the modules hold now, by name without wrappers."""
-        return {without_wrappers(name): param for name, param in self.model.named_parameters()}
+        return dict(named_params(self.model))
 
     @functools.cached_property
     def modules(self) -> dict[nn.Module, str]:
         """The name of each module, without wrappers."""
-        return {module: without_wrappers(name) for name, module in self.model.named_modules()}
+        return {module: clean(name) for name, module in self.model.named_modules()}
 
     @functools.cached_property
     def variables_of(self) -> dict[int, list[str]]:

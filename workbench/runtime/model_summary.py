@@ -16,8 +16,8 @@ from workbench.engine import FSDPModule
 from workbench.engine._torch import has_grad_hooks
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
+from workbench.engine.module_names import clean, full_name, names_below
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.root_checks import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.protocol.commands import ShardReply, UnmanagedState
 from workbench.protocol.policy import policy_words

@@ -25,9 +25,9 @@ from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
 from workbench.engine.managed_params import _get_managed_modules, _get_param_module_infos
+from workbench.engine.module_names import Names, full_name, names_below
 from workbench.engine.param import FSDPParam, ParamModuleInfo
 from workbench.engine.reshard import origins
-from workbench.engine.root_checks import Names, full_name, names_below
 from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit

@@ -32,7 +32,7 @@ from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
 from workbench.engine.model_check import check_same_lines
-from workbench.engine.root_checks import clean
+from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
@@ -815,7 +815,7 @@ def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[nn
     Raises:
         UsageError: a pattern matches none.
     """
-    params = dict(model.named_parameters())
+    params = dict(named_params(model))
     matches = {pattern: fnmatch.filter(params, pattern) for pattern in patterns}
     for pattern, names in matches.items():
         if not names:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine._torch import local_of
 from workbench.engine.full_param import local_tensor
-from workbench.engine.root_checks import clean
+from workbench.engine.module_names import clean
 from workbench.engine.tensor_trees import tensors_in
 from workbench.events import Param, ParamTensors, Unit
 from workbench.protocol.commands import Difference, GradRatio

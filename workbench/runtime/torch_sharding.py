@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine.backends import backend_of
 from workbench.engine.dtensor_param import DTensorParam
-from workbench.engine.root_checks import clean
+from workbench.engine.module_names import named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import TORCH_CLASSIC, TORCH_FULLY_SHARD, Unit
@@ -61,7 +61,7 @@ class Chosen:
     def ignored_names(self) -> set[str]:
         """Names of the ignored parameters in the model, while it is plain."""
         left_out = {id(param) for param in self.ignored}
-        return {n for n, param in self.model.named_parameters(remove_duplicate=False) if id(param) in left_out}
+        return {name for name, param in named_params(self.model, repeats=True) if id(param) in left_out}
 
 
 def engine_name(command: Shard) -> str:
@@ -162,7 +162,7 @@ def _wrap(
 ) -> nn.Module:
     inner = frozenset(chosen.inner)
     dtypes = PrecisionNames.parse(command.mp)
-    names: dict[torch.Tensor, str] = {param: name for name, param in chosen.model.named_parameters()}
+    names: dict[torch.Tensor, str] = {param: name for name, param in named_params(chosen.model)}
     states = [_by_name(optimizer, names) for optimizer in optimizers]
     with warnings_in_plain_words():
         wrapper = FullyShardedDataParallel(
@@ -208,7 +208,7 @@ def _rewrap(
     wrapper: FullyShardedDataParallel, plan: Sequence[Unit], optimizer: torch.optim.Optimizer, plain: _PlainOptimizer
 ) -> None:
     """Give an optimizer the wrapper's parameters and its part of the state; collective if there is some."""
-    now = {clean(name): param for name, param in wrapper.named_parameters()}
+    now = dict(named_params(wrapper))
     flat_of = {part.fqn: now.get(flat.fqn) for unit in plan for flat in unit.params for part in flat.parts}
     for group, before in zip(optimizer.param_groups, plain.groups, strict=True):
         held = (now.get(name) if flat_of.get(name) is None else flat_of[name] for name in before["params"])

@@ -29,8 +29,8 @@ from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.fsdp_state import roots_below, states_below, units_of
 from workbench.engine.full_param import local_tensor
+from workbench.engine.module_names import clean, named_params
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.root_checks import clean
 from workbench.engine.unsharding import copied, full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.events import ParamTensors, Unit, unit_words
@@ -112,7 +112,7 @@ class VerifiedModel(ABC):
     def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
         """Let a plain copy average its gradients; return what returns the gradients of this rank alone, if known."""
         groups = self.groups()
-        for name, plain in reference.named_parameters():
+        for name, plain in named_params(reference):
             if name in groups and plain.requires_grad:
                 hook = functools.partial(_average, groups[name], functools.partial(averaged, name))
                 plain.register_post_accumulate_grad_hook(hook)
@@ -281,10 +281,10 @@ class OwnModel(VerifiedModel):
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names, without wrappers, and the whole values of all parameters; collective."""
         if not self._is_classic:
-            yield from ((name, full_tensor(param)) for name, param in self.model.named_parameters())
+            yield from ((name, full_tensor(param)) for name, param in named_params(self.model))
             return
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            yield from ((clean(name), full_tensor(param)) for name, param in self.model.named_parameters())
+            yield from ((name, full_tensor(param)) for name, param in named_params(self.model))
 
     def owned(self, unit: int) -> set[int]:
         """Return the ids of the parameters of a unit that an optimizer may hold."""
@@ -389,7 +389,7 @@ class TorchModel(VerifiedModel):
         Raises:
             UsageError: only some ranks hold a gradient or optimizer state.
         """
-        named = {name: param for name, param in self.model.named_parameters() if isinstance(param, DTensor)}
+        named = {name: param for name, param in named_params(self.model) if isinstance(param, DTensor)}
         check_same_holdings(repr(holdings(named.items(), optimizers)), self._largest)
         for param in named.values():
             memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
@@ -422,13 +422,13 @@ class TorchModel(VerifiedModel):
 
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
-        named = self.model.named_parameters()
+        named = named_params(self.model)
         return {name: param.device_mesh.get_all_groups() for name, param in named if isinstance(param, DTensor)}
 
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and the whole values of all parameters; collective."""
         self.reshard()  # a root stays gathered after its forward, and its modules then hold full parameters
-        yield from ((name, full_tensor(param)) for name, param in self.model.named_parameters())
+        yield from ((name, full_tensor(param)) for name, param in named_params(self.model))
 
     def owned(self, unit: int) -> set[int]:
         """Return the ids of the parameters of a unit that an optimizer may hold."""
@@ -450,7 +450,7 @@ class TorchModel(VerifiedModel):
     @property
     def unmanaged(self) -> UnmanagedState:
         """The parameters that are in no unit, and the buffers."""
-        whole = tuple(n for n, p in self.model.named_parameters() if p.requires_grad and not isinstance(p, DTensor))
+        whole = tuple(n for n, p in named_params(self.model) if p.requires_grad and not isinstance(p, DTensor))
         return replace(unmanaged_in(self.model), params=whole, hooks=())
 
     def num_replicas(self, unit: int) -> int:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.module_names import clean, named_params, names_below
 from workbench.engine.unsharding import copied
 from workbench.errors import UsageError
 from workbench.events import FlatPart, ParamTensors, Unit, unit_words
@@ -382,7 +383,7 @@ class ReplicatedModel(VerifiedModel):
     @functools.cached_property
     def paths(self) -> dict[nn.Module, str]:
         """The path of each module, without wrappers."""
-        return {module: self._without_wrapper(path) for path, module in self.model.named_modules()}
+        return {module: self._without_wrapper(path) for module, path in names_below([self.model]).items()}
 
     def _without_wrapper(self, path: str) -> str:
         for top in self._parts:
@@ -418,7 +419,7 @@ class ReplicatedModel(VerifiedModel):
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process group over which the gradient of each parameter is averaged, by name."""
         return {
-            join(path, name): (part.process_group,)
+            clean(join(path, name)): (part.process_group,)
             for path, part in self._parts.items()
             for name, _ in part.module.named_parameters()
             if name not in part.parameters_to_ignore
@@ -426,7 +427,7 @@ class ReplicatedModel(VerifiedModel):
 
     def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
         """Let a plain copy average its gradients at the end of each backward, as ranks may use other parameters."""
-        plains, by_group = dict(reference.named_parameters()), dict[dist.ProcessGroup, dict[str, nn.Parameter]]()
+        plains, by_group = dict(named_params(reference)), dict[dist.ProcessGroup, dict[str, nn.Parameter]]()
         for name, (group,) in self.groups().items():
             if name in plains and plains[name].requires_grad:
                 by_group.setdefault(group, {})[name] = plains[name]
@@ -480,7 +481,7 @@ class ReplicatedModel(VerifiedModel):
             if name not in part.parameters_to_ignore
         }
         checksums = unmanaged_in(self.model).buffers
-        others = {name for name, buffer in self.model.named_buffers() if id(buffer) not in broadcast}
+        others = {clean(name) for name, buffer in self.model.named_buffers() if id(buffer) not in broadcast}
         return UnmanagedState(
             params=tuple(name for name in trained if name not in averaged),
             hooks=(),

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from workbench.engine._torch import drop_post_accumulate_hooks
 from workbench.engine.errors import RanksDisagreeError
 from workbench.engine.full_param import local_tensor
+from workbench.engine.module_names import named_params
 from workbench.engine.tensor_trees import tensors_in
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
@@ -262,7 +263,7 @@ class _Pair:
         self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
         self._program = program
         self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
-        self.after = dict(self._reference.named_parameters())
+        self.after = dict(named_params(self._reference))
         self._dtype = coarsest_dtype(sharded.units)
         eps, share = torch.finfo(getattr(torch, self._dtype)).eps, UPDATE_TOLERANCE.get(self._dtype, _SHARE)
         self.copy = CopyObserver(self.after, eps, share / 5)

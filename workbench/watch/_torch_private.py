@@ -32,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from workbench.engine.module_names import clean
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
 from workbench.watch.patches import Patches
@@ -345,7 +346,7 @@ def groups_below(model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
         state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
         for group in () if state is None else state._fsdp_param_groups:
             if id(group.modules[0]) == id(module):  # a group of several modules is met at each of them
-                yield path, group
+                yield clean(path), group
 
 
 def policies_below(
@@ -559,14 +560,6 @@ def checkpoint_wrappers_below(model: nn.Module) -> Iterator[tuple[str, nn.Module
     for path, module in model.named_modules():
         if isinstance(module, CheckpointWrapper):
             yield clean(path), module._checkpoint_wrapped_module
-
-
-def clean(path: str) -> str:
-    """Return a path without the parts that wrappers add."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
-
-
-_WRAPPED = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def _wrapper_of(handle: Handle) -> FullyShardedDataParallel | None:

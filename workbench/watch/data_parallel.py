@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine import probe
+from workbench.engine.module_names import clean
 from workbench.engine.probe import BufferHandle
 from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.watch import _torch_private as _torch
@@ -43,7 +44,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
         for path, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
-                yield _torch.clean(path), module
+                yield clean(path), module
 
     def _describe(self, group: DistributedDataParallel, place: UnitPlace) -> Unit:
         copies = dist.get_world_size(group.process_group)

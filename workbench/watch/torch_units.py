@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
+from workbench.engine.module_names import names_below
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.watch.c10d_calls import CollectiveWatch
@@ -164,7 +165,7 @@ class TorchUnits(ABC, Generic[Group]):
             models: none is part of another.
         """
         for model in models:
-            paths = {module: path for path, module in model.named_modules()}
+            paths = names_below([model])
             roots: list[tuple[str, int]] = []
             for path, group in self._groups_below(model):
                 known = self._known.get(group)

@@ -23,12 +23,12 @@ from workbench.engine.classic.full_params import CPU
 from workbench.engine.classic.options import OptimStateKeyType, StateDictType, check_kind
 from workbench.engine.classic.param_states import split_states, whole_states
 from workbench.engine.classic.shard_inventory import flats_holdings, is_gathered, sharded_flats
-from workbench.engine.classic.state_dict import check_local, key_of, split_over
+from workbench.engine.classic.state_dict import check_local, split_over
 from workbench.engine.classic.state_dict_settings import settings_of
 from workbench.engine.classic.wrapper_mesh import Route, route_over
 from workbench.engine.classic.wrapper_state import wrapper_states_below
+from workbench.engine.module_names import clean, full_name, names_below
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.root_checks import full_name, names_below
 from workbench.engine.unsharding import full_tensor, state_like
 
 StateDict = dict[str, Any]
@@ -223,7 +223,7 @@ class OptimStateDicts:
         to_names = optim_state_key_type is OptimStateKeyType.PARAM_NAME
         if kinds <= {str if to_names else int}:
             return optim_state_dict
-        names = {param: key_of(name) for name, param in model.named_parameters()}
+        names = {param: clean(name) for name, param in model.named_parameters()}
         by_place = {i: names[param] for i, param in enumerate(_held(model, optim)) if param in names}
         new = by_place if to_names else {name: i for i, name in by_place.items()}
         unknown = [key for key in keys if key not in new]
@@ -284,14 +284,14 @@ class NamedParams:
         flats: list[tuple[FSDPParamGroup, FlatParam, list[str]]] = []
         names: dict[nn.Parameter, list[str]] = {}
         for unit, flat in sharded_flats(wrapper_states_below(model)):
-            parts = [key_of(full_name(modules, part.info.module, part.info.name)) for part in flat.parts]
+            parts = [full_name(modules, part.info.module, part.info.name) for part in flat.parts]
             flats.append((unit, flat, parts))
             if flat.use_orig_params:
                 names |= {param: [name] for param, name in zip(flat.owned, parts, strict=True)}
             else:
                 names[flat.sharded_param] = parts
         registered = {param: name for name, param in model.named_parameters()}
-        return cls(flats, {param: [key_of(name)] for param, name in registered.items()} | names, registered)
+        return cls(flats, {param: [clean(name)] for param, name in registered.items()} | names, registered)
 
     @property
     def units(self) -> list[tuple[FSDPParamGroup, FlatParam]]:
@@ -485,7 +485,7 @@ def _groups_held(named: NamedParams, optim: torch.optim.Optimizer | None) -> Row
         return {}
     groups = {param: i for i, group in enumerate(optim.param_groups) for param in group["params"]}
     kind = type(optim).__name__
-    wrapped = {key_of(name): p for p, name in named.registered.items() if key_of(name) not in named.others}
+    wrapped = {clean(name): p for p, name in named.registered.items() if clean(name) not in named.others}
     return {name: f"{kind}, group {groups[p]}" if p in groups else "none" for name, p in wrapped.items()}
 
 

@@ -33,20 +33,12 @@ from workbench.engine.classic.wrapper_state import WrapperState, check_idle, is_
 from workbench.engine.flat_shard import in_own_storage
 from workbench.engine.fsdp_state import units_of
 from workbench.engine.mesh import names_of
+from workbench.engine.module_names import WRAPPED, Names, clean, full_name, names_below
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.root_checks import WRAPPED, Names, full_name, names_below
 from workbench.engine.tensor_trees import unrecorded
 from workbench.engine.unsharding import full_tensor, laid_out
 
 LOCAL, SHARDED = StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
-_CHECKPOINTED = (
-    "_checkpoint_wrapped_module"  # torch's wrapper for activation checkpointing removes this from names itself
-)
-
-
-def key_of(name: str) -> str:
-    """Return a parameter's key in a state dict: its name without wrappers of any kind."""
-    return ".".join(part for part in name.split(".") if part not in {WRAPPED, _CHECKPOINTED})
 
 
 def settings_for(state: WrapperState) -> StateDictSettings:
@@ -65,7 +57,7 @@ def keys_of(names: Names, flat: FlatParam) -> Iterator[tuple[str, FlatSlice, nn.
     for part in flat.parts:
         for module, name in part.info.places:
             owned = part.held if flat.use_orig_params else flat.sharded_param
-            yield key_of(full_name(names, module, name)), part, owned
+            yield full_name(names, module, name), part, owned
 
 
 def named_flat(state: WrapperState) -> Iterator[tuple[str, nn.Parameter]]:
@@ -96,12 +88,12 @@ def as_saved(root: WrapperState) -> nn.Module:
         owned.update(flat.owned)
         for part, trains in zip(flat.parts, flat.trains, strict=True):
             for module, name in part.info.places:
-                key = key_of(full_name(names, module, name))
+                key = full_name(names, module, name)
                 saved._parameters[key] = nn.Parameter(torch.empty(0), requires_grad=trains)
     for module in names:
         for name, param in module._parameters.items():
             if param is not None and param not in owned:
-                saved._parameters[key_of(full_name(names, module, name))] = param
+                saved._parameters[full_name(names, module, name)] = param
     return saved
 
 
@@ -235,7 +227,7 @@ def with_versions(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[s
     versions = getattr(state_dict, "_metadata", None)
     if versions is None:
         return state_dict
-    known = {name: dict(versions[key_of(name)]) for name, _ in module.named_modules() if key_of(name) in versions}
+    known = {name: dict(versions[clean(name)]) for name, _ in module.named_modules() if clean(name) in versions}
     copy = OrderedDict(state_dict)
     copy._metadata = {**versions, **known}  # type: ignore[attr-defined]
     return copy
@@ -365,7 +357,7 @@ def check_fits(module: nn.Module, state_dict: Mapping[str, Any], prefix: str) ->
             continue
         check_local([state], settings_for(state).state_dict_type)
         if settings_for(state).state_dict_type is LOCAL:
-            _check_flat(flat, prefix + key_of(full_name(names, state.wrapper, FLAT_PARAM)), state_dict)
+            _check_flat(flat, prefix + full_name(names, state.wrapper, FLAT_PARAM), state_dict)
             continue
         for key, part, owned in keys_of(names, flat):
             value, shape = state_dict.get(prefix + key), part.global_shape

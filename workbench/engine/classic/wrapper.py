@@ -39,7 +39,6 @@ from workbench.engine.classic.state_dict import (
     end_load,
     finish,
     is_kept,
-    key_of,
     loading,
     named_flat,
     own_values,
@@ -55,10 +54,10 @@ from workbench.engine.dtensor_param import joined_with_tp
 from workbench.engine.fsdp_state import attach, state_of, units_of
 from workbench.engine.managed_params import _get_managed_modules, _get_param_module_infos, mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.module_names import WRAPPED, clean
 from workbench.engine.param import ParamModuleInfo, check_uniform
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
-from workbench.engine.root_checks import WRAPPED, clean
 
 Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
@@ -251,7 +250,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
             yield from named_flat(self._state)
             return
         for name, param in super().named_parameters(*args, **kwargs):
-            yield clean(name) if self._is_summoned else name, param
+            yield clean(name, (WRAPPED,)) if self._is_summoned else name, param
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -265,7 +264,7 @@ class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401 - as nn.Module
         """Yield (name, buffer); within ``summon_full_params`` the names omit wrappers."""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean(name) if self._is_summoned else name, buffer
+            yield clean(name, (WRAPPED,)) if self._is_summoned else name, buffer
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` with every module while its parameters are whole; changes to them are kept."""
@@ -528,7 +527,7 @@ def _loaded(wrapper: nn.Module, incompatible: Any) -> None:  # noqa: ANN401 - nn
     """End the load of a wrapper once it and all modules below it have loaded."""
     end_load(cast("FullyShardedDataParallel", wrapper)._state, keep=True)
     for keys in incompatible:
-        keys[:] = map(key_of, keys)
+        keys[:] = map(clean, keys)
 
 
 def _managed(module: nn.Module, ignored: IgnoredStates) -> list[tuple[str, nn.Module]]:

@@ -26,9 +26,9 @@ from workbench.engine.classic.options import (
 from workbench.engine.fsdp_state import FSDPState, state_of
 from workbench.engine.managed_params import _get_managed_modules
 from workbench.engine.mesh import FSDPMeshInfo
+from workbench.engine.module_names import WRAPPED
 from workbench.engine.param_group import FSDPParamGroup, TrainingState
 from workbench.engine.policies import MixedPrecisionPolicy
-from workbench.engine.root_checks import WRAPPED
 
 KEEPS_AFTER_FORWARD = frozenset({ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2})
 
