@@ -41,6 +41,7 @@ from workbench.protocol.commands import (
     Reshard,
     Run,
     Shard,
+    ShardReply,
     Start,
     Step,
     Unshard,
@@ -89,12 +90,12 @@ from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.session.outputs import OnOutput, written_at_once
-from workbench.session.program import Program
+from workbench.session.program import CompletedCommand, Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
-from workbench.session.trace_selectors import opened_with_notes, side
+from workbench.session.trace_selectors import LAST, opened_with_notes, policies, sides
 from workbench.session.waiter import ASK_S
 from workbench.text_formats import plural
 from workbench.trace.columns import Trace, steps
@@ -1103,8 +1104,14 @@ class Workbench:
             return None
         return self.view(report.picture.view, **report.picture.options, marks=report.marks)
 
-    def _compared(self, a: Side, b: Side, *, rank: int | None = None) -> CompareReport:
-        (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
+    def _sides(self, a: Side, b: Side) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
+        if a != "":
+            return sides(a, LAST if b == "" else b, lambda: self.trace)
+        replies = (entry.reply for entry in self.program.entries if isinstance(entry, CompletedCommand))
+        return policies([reply.first_step for reply in replies if isinstance(reply, ShardReply)], lambda: self.trace)
+
+    def _compared(self, a: Side = "", b: Side = "", *, rank: int | None = None) -> CompareReport:
+        (name_a, first), (name_b, second) = self._sides(a, b)
         return compared(first, second, names=(name_a, name_b), rank=rank)
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
@@ -1141,8 +1148,8 @@ class Workbench:
 
     def compare(
         self,
-        a: Side,
-        b: Side,
+        a: Side = "",
+        b: Side = "",
         *,
         rank: int | None = None,
         talk: bool = False,
@@ -1151,15 +1158,16 @@ class Workbench:
 
         Args:
             a: a trace file, ``"last"`` (the trace so far), or steps of either: ``"last:3..5"``, ``"3..5"``,
-                ``"last:-3.."`` (the newest three).
-            b: likewise.
+                ``"last:-3.."`` (the newest three); empty: the steps under the last policy but one, and ``b`` those
+                under the last.
+            b: likewise; empty: the trace so far. If ``a`` is its beginning, only its later steps count.
             rank: compare this rank; None: the one whose peak differs most.
             talk: use sizes and colours for a projector.
 
         Raises:
             UsageError: there is no such file, trace, step or rank.
         """
-        (name_a, first), (name_b, second) = side(a, lambda: self.trace), side(b, lambda: self.trace)
+        (name_a, first), (name_b, second) = self._sides(a, b)
         return draw_compared(first, second, names=(name_a, name_b), rank=rank, talk=talk)
 
     @property

@@ -593,8 +593,8 @@ export interface Explain {
 
 export interface Compare {
   readonly word: "compare";
-  readonly a: string;
-  readonly b: string;
+  readonly a?: string;
+  readonly b?: string;
   readonly rank?: number | null;
   readonly talk?: boolean;
 }

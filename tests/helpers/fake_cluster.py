@@ -551,4 +551,5 @@ SHARD_RESULT = {
     "policy": [],
     "chosen": None,
     "is_changed": True,
+    "first_step": 0,
 }

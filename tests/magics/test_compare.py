@@ -35,9 +35,9 @@ def test_some_steps_of_a_file_and_one_rank(bare, files):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("compare before.trace", "B"),
+        ("compare before.trace", "nothing is recorded yet"),
+        ("compare", "steps ran under none"),
         ("compare before.trace nowhere.trace", "there is no file 'nowhere.trace'"),
-        ("compare before.trace last", "nothing is recorded yet"),
         ("compare before.trace before.trace:7", "no step 7; its steps are: 0-2"),
         ("compare before.trace after.trace --rank 9", "no rank 9; its ranks are: 0-3"),
     ],

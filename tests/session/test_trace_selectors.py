@@ -1,13 +1,16 @@
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
+from workbench.events import Kind
 from workbench.export import export
-from workbench.session.trace_selectors import Opened, opened, opened_with_notes, side, some_steps
+from workbench.session.trace_selectors import Opened, opened, opened_with_notes, policies, side, sides, some_steps
 from workbench.trace import save, steps
 from workbench.trace.columns import Trace
 from workbench.trace.perfetto import to_perfetto
@@ -54,6 +57,54 @@ def test_a_file_whole_and_in_part(file):
     name, trace = side(f"{file}:6..7", Trace.empty)
     assert (name, steps(trace)) == ("run.trace, steps 6-7", [6, 7])
     assert side(file, Trace.empty)[1] == example_trace(steps=8)
+
+
+def after(row):
+    """Return an event outside steps that follows ``row``."""
+    row = later_by(row, 1)
+    row["seq"] += 1
+    row["step"], row["kind"] = -1, Kind.ALLOC
+    return row
+
+
+def later_by(rows, t_ns):
+    rows = rows.copy()
+    rows["t_ns"] += t_ns
+    return rows
+
+
+def test_what_a_run_began_with_is_compared_with_what_came_later():
+    before, run = recorded().slice(last=2), recorded()
+    (_, first), (name, later) = sides(before, "last", lambda: run)
+    assert (steps(first), name, steps(later)) == ([0, 1, 2], "this run, steps 3-5", [3, 4, 5])
+    assert sides(before, before, Trace.empty)[1][1] is before
+    assert sides(run, before, Trace.empty)[1][1] is before
+    moved = tuple(replace(each, rows=later_by(each.rows, 1)) for each in run.ranks)
+    other = Trace(run.header, moved)
+    assert sides(before, other, Trace.empty)[1][1] is other
+    begun = tuple(replace(each, rows=np.append(each.rows, after(each.rows[-1:]))) for each in before.ranks)
+    more = Trace(run.header, begun)
+    with pytest.raises(UsageError, match="has no step after those of"):
+        sides(before, more, Trace.empty)
+
+
+@pytest.mark.parametrize(
+    ("first_steps", "found"),
+    [
+        ([0, 3], ([1, 2], [4, 5])),
+        ([0, 1], ([0], [2, 3, 4, 5])),
+        ([0, 2, 5, 6], ([3, 4], [5])),
+        ([0, 0, 4], ([1, 2, 3], [5])),
+    ],
+)
+def test_the_last_two_policies_are_compared_without_their_first_steps(first_steps, found):
+    assert tuple(steps(trace) for _, trace in policies(first_steps, recorded)) == found
+
+
+@pytest.mark.parametrize(("first_steps", "number"), [([], "none"), ([0], "one"), ([0, 6], "one"), ([9], "none")])
+def test_two_policies_are_needed(first_steps, number):
+    with pytest.raises(UsageError, match=f"steps ran under {number}"):
+        policies(first_steps, recorded)
 
 
 def test_a_trace_object_is_accepted():

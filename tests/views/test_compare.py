@@ -53,8 +53,8 @@ def test_leftovers_of_an_aborted_step_differ_from_kept_bytes():
     kept = zip(holding_on(b, 0, (0,)).ranks, b.ranks, strict=True)
     b = Trace(b.header, tuple(replace(r, start=with_grads(before.start, 200_000)) for r, before in kept))
     found = title(draw(a, b, rank=0))
-    left_over = "sharded grads left over from an earlier step (195 KiB)"
-    assert found.endswith(f"{left_over}, units unsharded through forward (193 KiB)")
+    left_over = "sharded grads left over from an earlier step (+195 KiB)"
+    assert found.endswith(f"{left_over}, units unsharded through forward (+193 KiB)")
     assert "first difference: memory at the start of step 2 (1)" in subtitle(draw(a, b, rank=0))
     assert "sharded grads no longer left over from an earlier step" in title(draw(b, a, rank=0))
 

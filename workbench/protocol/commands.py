@@ -436,12 +436,14 @@ class ShardReply(ModelSharding):
         optimizers: number of optimizers that use its parameters.
         lint: what the rules of ``lint`` find.
         is_changed: whether the command changed anything.
+        first_step: number of the next step, the first one under this policy.
     """
 
     bytes_at_rest: int
     optimizers: int
     lint: LintReply = field(default_factory=LintReply)
     is_changed: bool = True
+    first_step: int = 0
 
 
 @command("shard model --wrap Block", reply=ShardReply)
@@ -1158,14 +1160,41 @@ class Explain(Command):
             raise ValueError(f"explain takes one unit or rank, not {self.subject!r} and {self.which!r}")
 
 
-@command("compare before.trace last", more="steps: `last:3..5`, `last:-3..`", needs_ranks=False)
+@command(
+    "compare before.trace last",
+    more="`compare`: the last two policies; steps: `last:3..5`, `last:-3..`",
+    needs_ranks=False,
+)
 class Compare(Command):
-    """Show what changed from one trace, or some of its steps, to another."""
+    """Show what changed from one trace, or some of its steps, to another.
 
-    a: str = argument(_SIDE, kw_only=False, metavar="A", completes="traces")
-    b: str = argument("the trace to compare A with, in the same form", kw_only=False, metavar="B", completes="traces")
+    Without A, the steps under the last policy with those under the policy before it, each without its first step. If A
+    is the beginning of B, as a file that was exported earlier in the same run, the later steps of B count.
+
+    Raises:
+        ValueError: ``b`` is given without ``a``.
+    """
+
+    a: str = argument(
+        f"{_SIDE} (default: the steps under the last policy but one)",
+        default="",
+        kw_only=False,
+        metavar="A",
+        completes="traces",
+    )
+    b: str = argument(
+        "the trace to compare A with, in the same form (default: last)",
+        default="",
+        kw_only=False,
+        metavar="B",
+        completes="traces",
+    )
     rank: int | None = argument("compare this rank (default: the one whose peak differs most)", default=None, read=rank)
     talk: bool = argument(TALK, default=False)
+
+    def __post_init__(self) -> None:
+        if self.b and not self.a:
+            raise ValueError("compare takes A, the trace before, and B, the trace after")
 
 
 @command(

@@ -24,7 +24,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import Header
 
 _COUNTED = tuple(kind for kind in Kind if kind not in BESIDE or kind in MOVES)
-_GOOD_PART = 0.25  # of the difference of two peaks: a class with a smaller share is not listed
+_GOOD_PART = 0.05  # of the difference of two peaks: a class with a smaller share is not listed
 _FEWEST = 2  # steps that a side needs to have a spread
 _TELLING = 0.01  # of the step: smaller changes of exposed time are noise
 
@@ -36,10 +36,11 @@ class PeakChange:
     Attributes:
         before: of ``a``.
         after: of ``b``.
-        category: the memory class that differs most at the higher peak; None if the peaks are equal.
+        category: the memory class that differs most in the direction of the peaks; None if these are equal.
         units: the units that hold the difference, most first; empty if no particular units do.
         phases: in which phases, over all events, those units hold more of it on the side with the higher peak.
-        parts: bytes of each class that makes a good part of the difference, the most first.
+        parts: ``after`` minus ``before``, by class at the two peaks, of each class that makes a good part of the
+            difference or lessens it, the largest first. All classes together are the difference.
         left_over: of these, the classes whose whole difference already exists before the first event.
         step: number of the step with the higher peak; -1 outside any.
     """
@@ -314,11 +315,9 @@ def _peak(aligned: Alignment) -> PeakChange:
     is_higher = after > before
     high, low = (aligned.b, aligned.a) if is_higher else (aligned.a, aligned.b)
     in_high, in_low = (aligned.in_b, aligned.in_a) if is_higher else (aligned.in_a, aligned.in_b)
-    event = int(np.argmax(high.most))
-    place = int(np.flatnonzero(in_high == event)[0])
-    same = int(in_low[: place + 1].max(initial=-1))  # the other side's last event before the peak
+    event, other = int(np.argmax(high.most)), int(np.argmax(low.most)) if len(low.most) else -1
     more = _held(high, event)
-    for key, num_bytes in _held(low, same).items():
+    for key, num_bytes in _held(low, other).items():
         more[key] = more.get(key, 0) - num_bytes
     by_category = {c: sum(n for (category, _), n in more.items() if category == c) for c in Category}
     most = max(by_category, key=lambda category: by_category[category])
@@ -327,14 +326,15 @@ def _peak(aligned: Alignment) -> PeakChange:
         units = []  # most of it existed before the first event
     phases = _phases(high, low, (in_high, in_low), most, units)
     names = tuple(aligned.names[unit] for unit in units)
-    there = {c: num for c, num in by_category.items() if num >= _GOOD_PART * abs(after - before)}
+    there = {c: num for c, num in by_category.items() if abs(num) >= _GOOD_PART * abs(after - before)}
+    sign = 1 if is_higher else -1
     return PeakChange(
         before=before,
         after=after,
         category=most,
         units=names,
         phases=phases,
-        parts=tuple(sorted(there.items(), key=lambda part: -part[1])),
+        parts=tuple((c, sign * num) for c, num in sorted(there.items(), key=lambda part: -abs(part[1]))),
         left_over=tuple(c for c, num in there.items() if high.start[c] - low.start[c] == num),
         step=int(high.rows["step"][high.place[event]]),
     )

@@ -96,7 +96,7 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
         sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # a model that this one replaces is a reference cycle
     rank.recorder.note_gone()
-    sharded = _linted(sharded, rank)
+    sharded = replace(_linted(sharded, rank), first_step=rank.recorder.next_step)
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))
 
 
@@ -202,7 +202,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 @does(Reshard)
 def reshard(command: Reshard, rank: RankContext) -> ShardReply:
     """Do as :func:`_reshard`, and check a model that it has changed; collective."""
-    done = _reshard(command, rank)
+    done = replace(_reshard(command, rank), first_step=rank.recorder.next_step)
     return _linted(done, rank) if done.is_changed and "." not in command.model else done
 
 

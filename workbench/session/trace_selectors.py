@@ -11,12 +11,16 @@ written ``./5``.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from workbench.errors import TraceError, UsageError, did_you_mean
 from workbench.importers import file_formats
@@ -52,6 +56,70 @@ def side(text: str | os.PathLike[str] | Trace, last: Callable[[], Trace]) -> tup
         return name, trace
     spoken, found = some_steps(trace, part)
     return f"{name}, {spoken}", found
+
+
+def sides(
+    a: str | os.PathLike[str] | Trace, b: str | os.PathLike[str] | Trace, last: Callable[[], Trace]
+) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
+    """Return both sides of a comparison as :func:`side` does.
+
+    If the first is the beginning of the second, only the steps that came later count of the second: those of both are
+    the same by definition.
+
+    Raises:
+        UsageError: as :func:`side`, or the second has nothing but what the first has.
+    """
+    (name_a, first), (name_b, second) = side(a, last), side(b, last)
+    if not _is_beginning(first, second):
+        return (name_a, first), (name_b, second)
+    newest = max(steps(first), default=-1)
+    later = [step for step in steps(second) if step > newest]
+    if not later:
+        raise UsageError(f"{name_b} has no step after those of {name_a}: train some, %fsdp step 3, then compare again")
+    spoken = step_name(later[0]) if len(later) == 1 else f"steps {ranges(later)}"
+    return (name_a, first), (f"{name_b.partition(',')[0]}, {spoken}", second.slice(first=later[0], last=later[-1]))
+
+
+def _is_beginning(first: Trace, second: Trace) -> bool:
+    """Return whether the second trace has the events of the first, at the same times, and others after them."""
+    there = {rank.rank: rank for rank in second.ranks}
+    found = False
+    for rank in first.ranks:
+        other = there.get(rank.rank)
+        if other is None or other.end_seq <= rank.end_seq:
+            return False
+        begin = max(rank.start.seq, other.start.seq)
+        mine, same = (rows[rows["seq"] >= begin] for rows in (rank.rows, other.rows))
+        if not np.array_equal(mine["t_ns"], same["t_ns"][: len(mine)]):
+            return False
+        found = found or len(mine) > 0
+    return found
+
+
+def policies(first_steps: Sequence[int], last: Callable[[], Trace]) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
+    """Return the steps under the last two policies of the trace so far, each without its first step if it has more.
+
+    Args:
+        first_steps: numbers of the first step under each policy, in the order in which they were applied.
+        last: returns the trace so far.
+
+    Raises:
+        UsageError: there are no two policies with steps.
+    """
+    trace = last()
+    bounds = sorted({*first_steps})
+    under = [
+        [step for step in steps(trace) if begin <= step < end]
+        for begin, end in itertools.pairwise([*bounds, sys.maxsize])
+    ]
+    used = [numbers for numbers in under if numbers][-2:]
+    if len(used) < 2:
+        raise UsageError(
+            "compare alone shows the last two policies, and steps ran under "
+            f"{'one' if used else 'none'}: %fsdp reshard MODEL, %fsdp step 3, or name two sides: compare A B"
+        )
+    first, second = (f"{numbers[min(1, len(numbers) - 1)]}..{numbers[-1]}" for numbers in used)
+    return side(first, lambda: trace), side(second, lambda: trace)
 
 
 def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:

@@ -121,14 +121,17 @@ def _peak_words(peak: PeakChange) -> str:
         return ""
     amount = f"peak {_signed(format_bytes(abs(delta)), delta)}"
     if len(peak.parts) < 2:
-        return f"{amount}: {_cause(peak, peak.category)}"
-    causes = [f"{_cause(peak, category)} ({format_bytes(num_bytes)})" for category, num_bytes in peak.parts]
+        return f"{amount}: {_cause(peak, peak.category, is_more=delta > 0)}"
+    causes = [
+        f"{_cause(peak, category, is_more=num_bytes > 0)} ({_signed(format_bytes(abs(num_bytes)), num_bytes)})"
+        for category, num_bytes in peak.parts
+    ]
     return f"{amount}: {', '.join(causes)}"
 
 
-def _cause(peak: PeakChange, category: Category) -> str:
+def _cause(peak: PeakChange, category: Category, *, is_more: bool) -> str:
     """Return how a class of bytes causes the difference: ``"blocks.2 unsharded through backward"``."""
-    is_more, who = peak.after > peak.before, _names(peak.units) if category is peak.category else ""
+    who = _names(peak.units) if category is peak.category else ""
     if category in peak.left_over and category is not Category.OPTIMIZER_STATE:
         return f"{category.words} {'' if is_more else 'no longer '}left over from an earlier step"
     if category is Category.UNSHARDED_PARAMS:
