@@ -228,3 +228,42 @@ def test_nothing_outlives_a_kernel_that_dies_in_a_step(how, tmp_path):
         child.send_signal(how)
         child.wait(PATIENCE_S)
         wait_until(lambda: gone(family))
+
+
+FAILS = CELL.replace("return x + self.mlp(self.norm(x))", "return x + self.mlp(self.norm(x)) @ x")
+LEFT = """
+import gc
+gc.collect()
+print(sum(isinstance(each, nn.Module) and hasattr(each, "blocks") and each is not model for each in gc.get_objects()))
+"""
+
+
+def by_step(wb):
+    with pytest.raises(RankError):
+        wb.step(1)
+
+
+def by_cell(wb):
+    with pytest.raises(RankError):
+        wb.run_cell("train_step()")
+
+
+def by_chained_error(wb):
+    with pytest.raises(RankError):
+        wb.run_cell("try:\n    train_step()\nexcept RuntimeError as error:\n    raise OSError('no data') from error")
+
+
+def by_verify(wb):
+    with pytest.raises(RankError):
+        wb.verify("model")
+
+
+@pytest.mark.parametrize("fail", [by_step, by_cell, by_chained_error, by_verify])
+def test_the_model_of_a_step_that_failed_is_gone_once_its_cell_runs_again(fail, living):
+    living.run_cell(FAILS)
+    living.shard("model", wrap=["Block"])
+    fail(living)
+    living.run_cell(CELL)
+    living.shard("model", wrap=["Block"])
+    assert living.run_cell(LEFT).texts == {0: "0\n", 1: "0\n"}
+    assert [unit.in_use for unit in living.trace.header.units].count(True) == 4

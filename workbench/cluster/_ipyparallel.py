@@ -90,7 +90,7 @@ def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
         with undisturbed():
             shell = _kernel().shell
             answer = {"error": report(error, shell, render(error, shell))}
-            let_go(error)
+            let_go(error, shell)
             return answer
     finally:
         _put_streams_back()
@@ -320,7 +320,7 @@ def _publish_error(result: Any) -> None:  # noqa: ANN401 - IPython's ExecutionRe
     if error is not None:
         shell = _kernel().shell
         shell.display_pub.publish({ERROR_MIME: user_line(error, shell)})  # the reply has the rest
-        let_go(error)  # IPython has rendered it
+        let_go(error, shell)  # IPython has rendered it
 
 
 def _kernel() -> Any:  # noqa: ANN401 - untyped in ipyparallel

@@ -75,12 +75,15 @@ def render(error: BaseException, shell: Shell) -> str:
     return "\n".join(lines)
 
 
-def let_go(error: BaseException) -> None:
-    """Clear the frames of a reported exception and of its causes and contexts.
+def let_go(error: BaseException, shell: Shell) -> None:
+    """Drop the frames of a reported exception and of its causes and contexts.
 
-    The code that rendered them keeps references to them, so gradients and full parameters would stay alive until the
-    next error or longer.
+    IPython keeps the traceback that it has rendered last, as ``sys`` does. So the model of a step that failed, its
+    gradients and full parameters would stay alive until the next error, and be counted beside the corrected model.
     """
+    shell.InteractiveTB.tb = None
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
     chain, seen = [error], {id(error)}  # the chain may be cyclic
     while chain:
         one = chain.pop()
@@ -88,6 +91,7 @@ def let_go(error: BaseException) -> None:
             with contextlib.suppress(RuntimeError):  # it is still executing
                 frame.clear()
             _ = frame.f_locals  # before Python 3.13 the frame keeps a copy, which reading it refreshes
+        one.__traceback__ = None
         for earlier in (one.__cause__, one.__context__):
             if earlier is not None and id(earlier) not in seen:
                 seen.add(id(earlier))
