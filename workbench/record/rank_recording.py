@@ -41,10 +41,16 @@ from workbench.watch.patches import Patches
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""
 
-FLUSH_S = 0.02
-"""Limit of the time for which a rank waits until a collective that it has never issued before is written."""
+FLUSH_S = 0.2
+"""Limit of the time for which a rank waits until a collective that it has never issued before is written.
+
+A write takes less than a millisecond, and longer only where the processors are busy.
+"""
 
 _FLUSH_EVERY_S = 0.05
+_MAX_FLUSHES = 100
+"""A rank waits for so many writes one after the other, and then for one each :data:`_FLUSH_EVERY_S`."""
+
 _MAX_ISSUED = 10_000
 QUIET_S = (1, 10, 60)
 """Times without an event, in seconds, after which the main thread's stack is written."""
@@ -120,7 +126,7 @@ class RankRecording:
         self._next_beat = 0.0
         self._stop, self._wake, self._flushed = threading.Event(), threading.Event(), threading.Event()
         self._issued: set[tuple[int, int, int, int]] = set()
-        self._next_flush = 0.0
+        self._flushes, self._refilled = float(_MAX_FLUSHES), time.monotonic()
         self._crash = CrashReport(folder, here.rank)
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
         self._has_stopped = self._is_over = False
@@ -227,11 +233,15 @@ class RankRecording:
         If ranks issue different ones, a library may end the process within it, before the next write: gloo does so on a
         rank that receives more bytes than it expects.
         """
-        if call in self._issued or (now := time.monotonic()) < self._next_flush or self._has_stopped:
+        if call in self._issued or self._has_stopped:
+            return
+        now, since = time.monotonic(), self._refilled
+        self._flushes, self._refilled = min(self._flushes + (now - since) / _FLUSH_EVERY_S, _MAX_FLUSHES), now
+        if self._flushes < 1:
             return
         if len(self._issued) < _MAX_ISSUED:
             self._issued.add(call)
-        self._next_flush = now + _FLUSH_EVERY_S
+        self._flushes -= 1
         self._flushed.clear()
         self._wake.set()
         self._flushed.wait(FLUSH_S)
