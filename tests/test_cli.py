@@ -1,3 +1,4 @@
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -260,6 +261,16 @@ def test_a_recording_cannot_command_the_terminal(tmp_path, capsys):
     record(tmp_path, end=RunEnd(t_ns=time.monotonic_ns(), reason="\x1b]0;mine\x07 \x9b2J \u202e é"))
     assert cli.main(["where", str(tmp_path)]) == 1
     assert capsys.readouterr().out.splitlines()[0] == "ranks 0-1 failed: \ufffd]0;mine\ufffd \ufffd2J \ufffd é"
+
+
+def test_where_of_a_recording_loads_nothing_of_commands_and_other_tools(tmp_path):
+    record(tmp_path)
+    program = f"import sys; from workbench.cli import main; main(['where', {str(tmp_path)!r}]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = [name for name in done.stdout.splitlines()[-1].split() if name.startswith("workbench.")]
+    assert not [name for name in loaded if name.startswith(("workbench.protocol", "workbench.importers"))]
+    assert "workbench.trace.read_recording" in loaded
+    assert len(loaded) <= 45
 
 
 def test_where_leaves_with_2_if_there_is_nothing_to_read(tmp_path, capsys):

@@ -15,11 +15,14 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from workbench import INSTALL, __version__
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 from workbench.ports import LOOPBACK
+
+if TYPE_CHECKING:
+    from workbench.trace.read_recording import Recording
 
 TOUR = "01_tour.ipynb"
 
@@ -362,26 +365,35 @@ def _view(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace) -> int:
-    from workbench.importers.file_formats import dumps_in  # noqa: PLC0415 - loaded when used
-    from workbench.importers.flight_recorder import read as read_dumps  # noqa: PLC0415
-    from workbench.reports.run_where import where  # noqa: PLC0415
-    from workbench.trace.read_recording import read  # noqa: PLC0415
+    from workbench.reports.run_where import where  # noqa: PLC0415 - loaded when used
 
-    folder = Path(args.folder)
     try:
-        dumps = dumps_in(folder)
-        recording = read_dumps(dumps) if dumps else read(folder)
+        recording, now_ns = _recorded(Path(args.folder))
     except (OSError, TraceError) as error:
         why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
         return _fail(args, TraceError(why), 2)
-    # ranks are judged by the time at which the last dump was written
-    written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if dumps and rank.last_beat is not None]
-    report = where(recording, max(written, default=time.time_ns()))
+    report = where(recording, now_ns)
     if args.json:
         _write_document(args, report)
     else:
         sys.stdout.write(f"{_printable(str(report))}\n")
     return int(report.is_stalled)
+
+
+def _recorded(folder: Path) -> tuple[Recording, int]:
+    """Return the recording in a folder, or that of its dumps, and the time of day at which its ranks are judged."""
+    from workbench.trace.read_recording import is_recording, read  # noqa: PLC0415 - loaded when used
+
+    if not is_recording(folder):
+        from workbench.importers.file_formats import dumps_in  # noqa: PLC0415 - many modules
+        from workbench.importers.flight_recorder import read as read_dumps  # noqa: PLC0415
+
+        dumps = dumps_in(folder)
+        if dumps:
+            recording = read_dumps(dumps)  # ranks are judged at the time at which the last dump was written
+            written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if rank.last_beat is not None]
+            return recording, max(written, default=time.time_ns())
+    return read(folder), time.time_ns()
 
 
 def _verify(args: argparse.Namespace) -> int:

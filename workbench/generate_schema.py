@@ -26,7 +26,8 @@ from workbench.doctor import Diagnosis
 from workbench.grade import GradeReport
 from workbench.reports.fault_report import FaultReport
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
-from workbench.reports.results import Report, UntilReport
+from workbench.reports.report import Report
+from workbench.reports.results import UntilReport
 from workbench.reports.view_numbers import ViewReport, WindowReport
 
 Schema = dict[str, Any]

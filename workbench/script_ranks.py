@@ -24,7 +24,8 @@ from workbench.protocol.rank_messages import Drain, ListModels, ListNames, Model
 from workbench.protocol.starting import Boot, Connect, HostInfo
 from workbench.reports.failures import Failure, to_error
 from workbench.reports.lint_report import LintReport
-from workbench.reports.results import SAYS, Report, VerifyReport
+from workbench.reports.report import Report
+from workbench.reports.results import SAYS, VerifyReport
 from workbench.session.outputs import OnOutput, Stream
 from workbench.session.variable_check import check, with_script
 from workbench.trace import header_from_dict

@@ -67,6 +67,7 @@ from workbench.reports.pause_results import (
     StopReport,
     WhereReport,
 )
+from workbench.reports.report import Report
 from workbench.reports.results import (
     CellReport,
     ExportReport,
@@ -74,7 +75,6 @@ from workbench.reports.results import (
     OpenReport,
     PastCommand,
     RankStatus,
-    Report,
     ReshardReport,
     RunReport,
     ShardReport,

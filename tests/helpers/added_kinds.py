@@ -99,7 +99,7 @@ def check_stops() -> None:
     from workbench.events import Edge, Kind
     from workbench.magics.shell import EVENTS
     from workbench.protocol.breakpoints import parse_event, split_event
-    from workbench.reports.stop_positions import event_words
+    from workbench.reports.event_text import event_words
 
     assert parse_event("collective-permute.end:blocks.0", ["blocks.0"]) == ("collective_permute.end", "blocks.0")
     assert split_event("collective_permute.end") == (Kind.COLLECTIVE_PERMUTE, Edge.END)

@@ -35,7 +35,7 @@ from workbench.trace.recording import (
     RunStart,
     SilentStack,
 )
-from workbench.trace.row_compression import MAX_PACKED_BYTES, to_wire
+from workbench.trace.row_compression import MAX_PACKED_BYTES, by_row, to_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame
 
 PLENTY = 1 << 30
@@ -283,6 +283,61 @@ def test_only_as_many_rows_as_a_trace_may_have_are_kept_in_memory(tmp_path, monk
     assert recording.notes == (
         f"a trace holds 301 events: the newest 150 of each rank are shown, from step {first} on",
     )
+
+
+def what_is_read(folder):
+    """Return the recording in a folder and the report on it; the error if there is none."""
+    try:
+        found = read(folder)
+    except TraceError as error:
+        return str(error)
+    return found, str(where(found, 10**18))
+
+
+def carefully(reader, parts):
+    found = reader(is_careful=True)
+    found.read_files(parts)
+    return found, found.take_trace()
+
+
+@given(st.data())
+def test_unpacking_only_the_newest_parts_gives_what_unpacking_all_gives(tmp_path_factory, data):
+    """The same trace, notes and verdict, also of files that were cut, changed or written wrongly."""
+    folder = tmp_path_factory.mktemp("recording")
+    trace = without_clocks(data.draw(traces(whole=True, max_ranks=2)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(recording, "MARK_EVERY", data.draw(st.integers(1, 60)))
+        patched.setattr(read_recording, "MAX_ROWS", data.draw(st.integers(2, 500)))
+        patched.setattr(read_recording, "_PART_BYTES", data.draw(st.sampled_from([1, 500, 1 << 18])))
+        keep = data.draw(st.sampled_from([0, 2]))
+        for part in trace.ranks:
+            write(folder, trace, part.rank, slices=data.draw(cuttings(len(part.rows), max_cuts=30)), keep=keep).close()
+        damaged = files_of(folder)[-1]
+        whole = damaged.read_bytes()
+        at = data.draw(st.integers(0, len(whole) - 1))
+        match data.draw(st.sampled_from(["whole", "cut", "changed", "wrong rows"])):
+            case "cut":
+                damaged.write_bytes(whole[:at])
+            case "changed":
+                damaged.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            case "wrong rows":
+                with damaged.open("ab") as file:
+                    file.write(frame(FrameKind.ROWS, data.draw(st.sampled_from([b"x", to_wire(bytes(52 * 3))]))))
+        found = what_is_read(folder)
+        patched.setattr(read_recording, "_read_rank", carefully)
+        assert found == what_is_read(folder)
+
+
+def test_rows_before_the_newest_parts_are_not_unpacked(tmp_path, monkeypatch):
+    trace = without_clocks(example_trace(num_ranks=1, num_units=3, steps=12))
+    monkeypatch.setattr(recording, "MARK_EVERY", 100)
+    write_all(tmp_path, trace, slices=[slice(at, at + 50) for at in range(0, 2000, 50)])
+    monkeypatch.setattr(read_recording, "MAX_ROWS", 150)
+    unpacked = []
+    monkeypatch.setattr(read_recording, "by_row", lambda sent: unpacked.append(len(sent)) or by_row(sent))
+    assert read(tmp_path).trace.rank(0) == trace.rank(0).cut(trace.rank(0).end_seq - 150, trace.rank(0).end_seq)
+    assert len([size for size in unpacked if size]) <= 6  # 150 rows, and those before them since the last mark
+    assert trace.num_rows > 10 * 50
 
 
 # ---- what cannot be written

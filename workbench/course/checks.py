@@ -9,7 +9,7 @@ from typing import Any
 from workbench.course.finding import CheckFinding
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError, WorkbenchError
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.text_formats import plural
 
 CHECK_MIME = "application/vnd.fsdp-workbench.check+json"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from workbench.errors import UsageError
 from workbench.events import MOVES
 from workbench.replay.spans import of_kind
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import KeyFrame
 from workbench.widgets.progress import in_notebook

@@ -19,7 +19,7 @@ from workbench.codec import sent_number
 from workbench.course.checks import RECORD_VERSION
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.text_formats import format_share
 from workbench.widgets.progress import in_notebook
 

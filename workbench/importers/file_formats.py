@@ -64,12 +64,12 @@ def in_folder(folder: Path) -> dict[FileFormat, list[Path]]:
 
 
 def dumps_in(folder: Path) -> list[Path]:
-    """Return the dumps of the Flight Recorder in a folder; none if it also has a recording of the workbench.
+    """Return the dumps of the Flight Recorder in a folder.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    return [] if any(folder.glob("rank*.rec")) else in_folder(folder).get(FileFormat.FLIGHT_RECORDER, [])
+    return in_folder(folder).get(FileFormat.FLIGHT_RECORDER, [])
 
 
 def read(files: dict[FileFormat, list[Path]]) -> tuple[Trace, tuple[str, ...]]:

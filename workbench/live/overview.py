@@ -18,8 +18,9 @@ from workbench.protocol.breakpoints import UNTIL
 from workbench.replay import memory
 from workbench.replay.grouping import by_value, label
 from workbench.replay.spans import of_kind
+from workbench.reports.event_text import unit_names
 from workbench.reports.failures import RESTART, losses_in_words
-from workbench.reports.stop_positions import StopGroup, describe, unit_names
+from workbench.reports.stop_positions import StopGroup, describe
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
 from workbench.text_formats import format_long, plural
 from workbench.trace.schema import Header

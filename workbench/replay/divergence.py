@@ -22,6 +22,8 @@ from workbench.trace.schema import Rows
 _ALIKE = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
 """Kinds whose payload is the same on all ranks."""
 
+# indexed by the column ``kind``
+_IS_ALIKE, _IS_COLLECTIVE, _IS_NUMBERED = (np.isin(np.arange(256), kinds) for kinds in (_ALIKE, COLLECTIVES, NUMBERED))
 
 _CONTEXTS = (32, 8, 2)
 """Numbers of calls that tell what usually follows them, the longest first."""
@@ -185,13 +187,13 @@ def first_unshared(trace: Trace, rank: int, other: int) -> UnsharedCall | None:
 
 
 def _numbered(part: RankTrace) -> Rows:
-    is_call = np.isin(part.kinds, NUMBERED) & (part.rows["edge"] == Edge.BEGIN)
+    is_call = _IS_NUMBERED[part.kinds] & (part.rows["edge"] == Edge.BEGIN)
     rows: Rows = part.rows[is_call & (part.rows["comm_seq"] >= 0)]
     return rows
 
 
 def _issued(part: RankTrace) -> Rows:
-    is_issued = np.isin(part.kinds, COLLECTIVES) & (part.rows["edge"] == Edge.BEGIN)
+    is_issued = _IS_COLLECTIVE[part.kinds] & (part.rows["edge"] == Edge.BEGIN)
     rows: Rows = part.rows[is_issued & (part.rows["comm_seq"] >= 0)]
     return rows
 
@@ -206,7 +208,7 @@ def _of_group(issued: Rows, group: int) -> Rows:
 
 def _codes(calls: Rows) -> NDArray[np.int64]:
     """Return what must be the same on all ranks, ``[N, 3]``: kind, unit, and bytes where they must."""
-    num_bytes = np.where(np.isin(calls["kind"], _ALIKE), calls["num_bytes"], -1)
+    num_bytes = np.where(_IS_ALIKE[calls["kind"]], calls["num_bytes"], -1)
     return np.stack([calls["kind"].astype(np.int64), calls["unit"].astype(np.int64), num_bytes], axis=1)
 
 

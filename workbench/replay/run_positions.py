@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import BESIDE, NUMBERED, Edge, Kind
 from workbench.replay.endings import Ending, ending_of
@@ -28,6 +29,8 @@ STALLED_NS = 5_000_000_000
 DEADLOCKED_NS = 1_000_000_000
 """A rank of a live request that is within a collective for this long waits: who it waits for is not busy by chance."""
 
+# indexed by the column ``kind``
+_IS_BESIDE, _IS_NUMBERED = (np.isin(np.arange(256), kinds) for kinds in (BESIDE, NUMBERED))
 
 _SILENT_AS: Mapping[ProcessState, Activity] = {"stopped": "stopped", "alive": "without a processor or disk"}
 """What a process does that lives and writes nothing."""
@@ -168,7 +171,7 @@ def live_positions(
     begun = {part.rank: _begun(trace.header, part, is_whole=part.rank in whole) for part in trace.ranks}
     found = []
     for part in trace.ranks:
-        call = _open_call(part.rows[~np.isin(part.rows["kind"], BESIDE)])
+        call = _open_call(part)
         pending = None if call is None or part.rank in ended else _pending(trace.header, part, call, begun)
         quiet_ns = for_ns.get(part.rank, 0)
         if part.rank in ended:
@@ -186,11 +189,10 @@ def _position(
     header: Header,
     rank_trace: RankTrace,
     known: RecordedRank,
-    begun: Mapping[int, _Issued],
+    begun: Mapping[int, _OfGroups],
     stopped: Container[int],
     now_wall_ns: int,
 ) -> RunPosition:
-    events = rank_trace.rows[~np.isin(rank_trace.rows["kind"], BESIDE)]
     at_ns, wall_ns = _last_alive(known)
     if known.process:  # it lives, and writes nothing
         at_ns, wall_ns = at_ns + now_wall_ns - wall_ns, now_wall_ns
@@ -198,8 +200,8 @@ def _position(
     for_ns = max(at_ns - last_ns, 0)
     is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
     has_failed = known.end is not None and bool(known.end.reason)
-    call = _open_call(events, has_failed=has_failed or is_lost)
-    row = call if call is not None else events[-1] if len(events) else None
+    call = _open_call(rank_trace, has_failed=has_failed or is_lost)
+    row = call if call is not None else _last_row(rank_trace, ~_IS_BESIDE[rank_trace.kinds])
     pending = None if call is None else _pending(header, rank_trace, call, begun, stopped)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
     quiet = next((quiet for quiet in reversed(known.quiet) if quiet.seq == next_seq), None)
@@ -249,11 +251,24 @@ def _last_time(rows: Rows, known: RecordedRank) -> int:
     return max(told, int(rows["t_ns"][-1]) + known.offset_ns) if len(rows) else told
 
 
-_Issued = Mapping[int, Mapping[int, Kind]]
-"""Kinds of a rank's collectives, by group and number."""
+@dataclass
+class _Issued:
+    """Collectives that a rank has begun in a group.
+
+    Attributes:
+        kinds: their kinds, by number.
+        newest: the highest number; -1: none.
+    """
+
+    kinds: dict[int, int]
+    newest: int = -1
 
 
-def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _Issued:
+_OfGroups = Mapping[int, _Issued]
+"""A rank's collectives, by group."""
+
+
+def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _OfGroups:
     """Return the collectives that a rank has begun.
 
     Args:
@@ -261,35 +276,44 @@ def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _Issued:
         rank_trace: the rank's rows.
         is_whole: whether a group without a row was not used: older rows are not about it, or as on all other ranks.
     """
-    own = rank_trace.rows[np.isin(rank_trace.rows["kind"], NUMBERED) & (rank_trace.rows["edge"] == Edge.BEGIN)]
-    groups = range(len(header.comm_groups)) if is_whole else ()
-    found: dict[int, dict[int, Kind]] = {group: {} for group in groups}
-    for group, number, kind in zip(*(own[name].tolist() for name in ("comm_group", "comm_seq", "kind")), strict=True):
-        found.setdefault(group, {})[number] = Kind(kind)
+    begins = np.flatnonzero(_IS_NUMBERED[rank_trace.kinds] & (rank_trace.rows["edge"] == Edge.BEGIN))
+    group, number = (rank_trace.rows[name][begins] for name in ("comm_group", "comm_seq"))
+    kind = rank_trace.kinds[begins]
+    used = np.unique(group).tolist()
+    found = {each: _Issued({}) for each in (*(range(len(header.comm_groups)) if is_whole else ()), *used)}
+    for each in used:
+        own = group == each
+        found[each] = _Issued(dict(zip(number[own].tolist(), kind[own].tolist(), strict=True)), int(number[own].max()))
     return found
 
 
-def _open_call(events: Rows, *, has_failed: bool = False) -> np.void | None:
+def _open_call(part: RankTrace, *, has_failed: bool = False) -> np.void | None:
     """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
 
     Ends of other collectives may be noticed and recorded while a rank waits. A collective that failed has an end too:
     a wait for it that has none raised (``has_failed``).
     """
-    is_end = np.isin(events["kind"], NUMBERED) & (events["edge"] == Edge.END)
-    ends, others = events[is_end], events[~is_end]
-    if not len(others):
+    rows = part.rows
+    is_end = _IS_NUMBERED[part.kinds] & (rows["edge"] == Edge.END)
+    row = _last_row(part, ~(is_end | _IS_BESIDE[part.kinds]))
+    if row is None:
         return None
-    row: np.void = others[-1]
     if row["kind"] not in (*NUMBERED, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
         return None
     if has_failed and row["kind"] == Kind.WAIT:
         return row
-    has_ended = (ends["comm_group"] == row["comm_group"]) & (ends["comm_seq"] == row["comm_seq"])
+    has_ended = is_end & (rows["comm_seq"] == row["comm_seq"]) & (rows["comm_group"] == row["comm_group"])
     return None if has_ended.any() else row
 
 
+def _last_row(part: RankTrace, chosen: NDArray[np.bool_]) -> np.void | None:
+    """Return the last of the ``chosen`` rows; None if there is none."""
+    at = np.flatnonzero(chosen)
+    return part.rows[at[-1]] if len(at) else None
+
+
 def _pending(
-    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _Issued], stopped: Container[int] = ()
+    header: Header, rank_trace: RankTrace, call: np.void, begun: Mapping[int, _OfGroups], stopped: Container[int] = ()
 ) -> PendingCollective | None:
     """Return the collective that ``call`` begins or waits for; None if its begin is not among the rank's rows.
 
@@ -297,23 +321,24 @@ def _pending(
     """
     rows = rank_trace.rows
     group, number = int(call["comm_group"]), int(call["comm_seq"])
-    mine = rows[np.isin(rows["kind"], NUMBERED) & (rows["comm_group"] == group) & (rows["comm_seq"] == number)]
+    mine = np.flatnonzero(_IS_NUMBERED[rank_trace.kinds] & (rows["comm_seq"] == number) & (rows["comm_group"] == group))
     if not len(mine):
         return None
-    kind, info = Kind(mine["kind"][0]), header.comm_groups[group]
+    kind, info = Kind(rows["kind"][mine[0]]), header.comm_groups[group]
     known = {rank: begun[rank][group] for rank in info.ranks if group in begun.get(rank, {})}
-    known = {r: issued for r, issued in known.items() if r not in stopped or max(issued, default=-1) >= number}
+    known = {r: issued for r, issued in known.items() if r not in stopped or issued.newest >= number}
     others = {rank: issued for rank, issued in known.items() if rank != rank_trace.rank}
     return PendingCollective(
         kind=kind,
-        unit=int(mine["unit"][0]),
+        unit=int(rows["unit"][mine[0]]),
         group=info.name,
         number=number,
-        absent=tuple(rank for rank, issued in others.items() if max(issued, default=-1) < number),
+        absent=tuple(rank for rank, issued in others.items() if issued.newest < number),
         others=tuple(
-            (rank, issued[number])
+            (rank, Kind(issued.kinds[number]))
             for rank, issued in others.items()
-            if issued.get(number, kind) != kind and not kind.info.is_point_to_point  # one sends, the other receives
+            if issued.kinds.get(number, kind) != kind
+            and not kind.info.is_point_to_point  # one sends, the other receives
         ),
         unknown=tuple(rank for rank in info.ranks if rank not in known),
     )

@@ -18,7 +18,7 @@ from workbench.replay import training
 from workbench.replay.alignment import same_events
 from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
-from workbench.reports.stop_positions import event_words, unit_names
+from workbench.reports.event_text import event_words, unit_names
 from workbench.text_formats import plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.fault import Fault, facts_of
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.text_formats import plural
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
-from workbench.reports.results import Report, says
+from workbench.reports.report import Report
+from workbench.reports.results import says
 from workbench.text_formats import plural
 
 _TIMED_STEPS = max(kind.steps for kind in KINDS.values() if kind.shown_by.startswith("explain"))

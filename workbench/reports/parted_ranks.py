@@ -10,7 +10,7 @@ from workbench.replay.divergence import Divergence, IssuedCall, Parting
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
 from workbench.replay.run_positions import RunPosition
-from workbench.reports.stop_positions import unit_names
+from workbench.reports.event_text import unit_names
 from workbench.text_formats import format_bytes, plural
 from workbench.trace.frames import has_left_loop, short_place
 from workbench.trace.schema import Header

@@ -12,10 +12,11 @@ from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
+from workbench.reports.event_text import event_words
 from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.inspect_table import table_of, unit_of
-from workbench.reports.results import Report
-from workbench.reports.stop_positions import State, StopGroup, event_words, is_in_wait, state_of
+from workbench.reports.report import Report
+from workbench.reports.stop_positions import State, StopGroup, is_in_wait, state_of
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
 from workbench.text_formats import format_duration, plural

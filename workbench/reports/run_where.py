@@ -11,10 +11,10 @@ from workbench.fault import Fault
 from workbench.replay.endings import short_reason
 from workbench.replay.grouping import by_value, label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
+from workbench.reports.event_text import event_words, unit_names
 from workbench.reports.fault_report import cause_html, cause_lines
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
-from workbench.reports.stop_positions import event_words, unit_names
 from workbench.reports.tables import Table
 from workbench.text_formats import format_long
 from workbench.trace.read_recording import Recording

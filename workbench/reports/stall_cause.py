@@ -21,13 +21,13 @@ from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import counts, first_difference, passes_before
 from workbench.replay.run_positions import DEADLOCKED_NS, STALLED_NS, PendingCollective, RunPosition, RunState
 from workbench.reports.ended_ranks import TOGETHER_NS, ends_words, first_end, first_end_ns
+from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     SAME_BATCHES,
     divergence_fault,
     frame_lines,
     progress_words,
 )
-from workbench.reports.stop_positions import unit_names
 from workbench.text_formats import format_long
 from workbench.trace.columns import Trace
 from workbench.trace.frames import short_place

@@ -10,12 +10,11 @@ from workbench.events import Edge, Kind, Unit, unit_words
 from workbench.protocol.rank_messages import Hold, Position, StepPosition
 from workbench.replay.grouping import by_value, label
 from workbench.replay.units import model_order
+from workbench.reports.event_text import event_words
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
 State = Literal["held", "waiting", "running", "starting", "idle", "no answer", "gone"]
-
-_OF_ALL_UNITS = (Kind.OPTIMIZER, Kind.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,12 +101,6 @@ def state_of(position: Position, default: State = "idle") -> State:
     return "running" if position.doing or position.place.step >= 0 else default
 
 
-def event_words(kind: Kind, edge: Edge, unit: str | None) -> str:
-    """Return an event as text: ``(ALL_GATHER, END, "blocks.2")`` -> ``"the end of all-gather of blocks.2"``."""
-    of = "" if unit is None or kind in _OF_ALL_UNITS else f" {kind.info.of} {unit_words(unit)}"
-    return f"{'the end of ' if edge is Edge.END else ''}{kind.words}{of}"
-
-
 def describe(hold: Hold, units: Mapping[int, str]) -> str:
     """Return the place of a hold as text: ``"before all-gather of blocks.2, step 3"``."""
     step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
@@ -121,11 +114,6 @@ def describe(hold: Hold, units: Mapping[int, str]) -> str:
 def is_in_wait(hold: Hold) -> bool:
     """Whether a rank is held in a wait, where its next event is unknown."""
     return (hold.kind, hold.edge) == (Kind.WAIT, Edge.BEGIN)
-
-
-def unit_names(header: Header) -> dict[int, str]:
-    """Return the names of all units by index, root ``""`` included."""
-    return {unit.index: unit.name for unit in header.units}
 
 
 def live_units(header: Header) -> list[Unit]:

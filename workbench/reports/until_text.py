@@ -9,7 +9,7 @@ import numpy as np
 from workbench.events import STOPS, Edge, Kind, unit_words
 from workbench.protocol.breakpoints import nearest
 from workbench.replay.spans import of_kind
-from workbench.reports.stop_positions import unit_names
+from workbench.reports.event_text import unit_names
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 

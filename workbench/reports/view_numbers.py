@@ -21,7 +21,7 @@ from workbench.replay.spans import end_aborted, spans, total_ns
 from workbench.replay.tracks import DRAWN
 from workbench.replay.training import Series
 from workbench.replay.units import model_order, unit_name
-from workbench.reports.results import Report
+from workbench.reports.report import Report
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import draw

@@ -14,7 +14,8 @@ from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Command, Run, Step, to_text
 from workbench.reports.pause_results import StopReport
-from workbench.reports.results import SAYS, CellReport, Report
+from workbench.reports.report import Report
+from workbench.reports.results import SAYS, CellReport
 from workbench.reports.step_progress import Follower, Progress
 from workbench.reports.stop_positions import StopGroup
 from workbench.session.outputs import OnOutput, Stream, text_of

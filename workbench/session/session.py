@@ -41,6 +41,7 @@ from workbench.protocol.rank_messages import (
 )
 from workbench.replay.grouping import label
 from workbench.replay.run_positions import RunState, live_positions
+from workbench.reports.event_text import unit_names
 from workbench.reports.failures import (
     RESTART,
     Aftermath,
@@ -53,9 +54,10 @@ from workbench.reports.failures import (
     what_is_left,
 )
 from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
-from workbench.reports.results import Report, UntilReport
+from workbench.reports.report import Report
+from workbench.reports.results import UntilReport
 from workbench.reports.stall_cause import parted, stall_cause
-from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of, unit_names
+from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
 from workbench.session.clock_sync import ClockSync

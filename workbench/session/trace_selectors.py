@@ -27,7 +27,7 @@ from workbench.importers import file_formats
 from workbench.replay.grouping import ranges
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
-from workbench.trace.read_recording import RecordingReader
+from workbench.trace.read_recording import RecordingReader, is_recording
 from workbench.trace.step_names import step_name
 
 LAST = "last"
@@ -224,7 +224,7 @@ def opened_with_notes(path: str | os.PathLike[str], if_missing: str = "") -> Ope
 
 def _opened_folder(folder: Path) -> Opened:
     """Return the recording in a folder, or what is in the files of other tools there if it has none."""
-    others = {} if any(folder.glob("rank*.rec")) else file_formats.in_folder(folder)
+    others = {} if is_recording(folder) else file_formats.in_folder(folder)
     if others:
         return _of_tools(others)
     reader = RecordingReader(folder)

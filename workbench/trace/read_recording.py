@@ -15,10 +15,11 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -47,7 +48,7 @@ from workbench.trace.recording import (
     RunStart,
     SilentStack,
 )
-from workbench.trace.row_compression import from_wire
+from workbench.trace.row_compression import by_row
 from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, KeyFrame, Rows
 
 _NAME = re.compile(r"rank(\d{1,6})\.(\d{4,9})\.rec")
@@ -61,8 +62,8 @@ ALIVE_NS = 10_000_000_000
 _MAX_T_NS = 2**62
 _MAX_QUIET = 1000
 _SHOWN_RANKS = 8
-_BATCH = 1 << 16
-"""Rows that are read beyond the newest ones that are kept, before the oldest are dropped."""
+_PART_BYTES = 1 << 18
+"""Bytes of compressed rows without a MARK after which they are unpacked: older versions wrote none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +121,11 @@ class Recording:
         return any(beat.wall_ns > now_ns - ALIVE_NS for beat in beats)
 
 
+def is_recording(folder: Path) -> bool:
+    """Return whether a folder has a rank's recording."""
+    return any(folder.glob("rank*.rec"))
+
+
 def read(folder: Path) -> Recording:
     """Return the recording in a folder; errors as :meth:`RecordingReader.read`."""
     return RecordingReader(folder).read()
@@ -134,7 +140,8 @@ class RecordingReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._builder = TraceBuilder(MAX_ROWS)
+        self._trace = Trace.empty()
+        self._builder: TraceBuilder | None = None  # None: the trace was read at once
         self._readers: dict[int, _RankReader] = {}
         self._left_out: dict[int, str] = {}  # by rank, why its rows are not shown, or no longer
         self._offsets: dict[int, int] = {}  # by shown rank, nanoseconds by which its clock is ahead
@@ -168,10 +175,15 @@ class RecordingReader:
             reader = self._readers[rank]
             if rank in self._left_out and reader.start is not None:
                 continue
-            if not reader.read_files(parts) or (rank not in self._offsets and reader.start is not None):
+            try:
+                if not reader.read_files(parts) or (rank not in self._offsets and reader.start is not None):
+                    return False
+                if rank in self._offsets:
+                    self._add(rank, reader.take_trace())
+            except _DamagedRowsError:
                 return False
-            if rank in self._offsets:
-                self._add(rank, reader.take_trace())
+        if self._builder is not None:
+            self._trace = self._builder.snapshot()
         return True
 
     def _add(self, rank: int, new: Trace) -> None:
@@ -181,21 +193,23 @@ class RecordingReader:
         if broken:
             self._left_out[rank] = f"rank {rank} is not followed any further: {broken}"
             return
+        if self._builder is None:
+            self._builder = TraceBuilder(MAX_ROWS)
+            self._builder.update_header(self._trace.header)
+            for so_far in self._trace.ranks:
+                _append(self._builder, so_far)
         self._builder.update_header(new.header, rank=rank)
-        self._append(_moved(rank_trace, self._offsets[rank]))
-
-    def _append(self, new: RankTrace) -> None:
-        self._builder.begin(new.rank, new.start, lost=new.lost)
-        self._builder.append(new.rank, new.rows.tobytes(), key_frame=KeyFrame(seq=new.end_seq))
+        _append(self._builder, _moved(rank_trace, self._offsets[rank]))
 
     def _read_all(self, files: Mapping[int, Mapping[int, Path]]) -> None:
         """Read all files from their beginning."""
-        self._left_out, self._builder, found = {}, TraceBuilder(MAX_ROWS), dict[int, Trace]()
-        self._readers = {rank: _RankReader(rank, MAX_ROWS // len(files)) for rank in sorted(files)}
-        for rank, reader in self._readers.items():
-            reader.read_files(files[rank])
+        self._left_out, self._builder, self._readers, found = {}, None, {}, dict[int, Trace]()
+        known_units: dict[str, Any] = {}
+        for rank in sorted(files):
+            max_rows = MAX_ROWS // len(files)
+            reader, trace = _read_rank(partial(_RankReader, rank, max_rows, known_units), files[rank])
+            self._readers[rank] = reader
             first = next((self._readers[shown] for shown in found), reader)
-            trace = reader.take_trace()
             broken = reader.broken(first) or _broken_rules(trace)
             if broken:
                 self._left_out[rank] = f"rank {rank} is left out: {broken}"
@@ -208,11 +222,9 @@ class RecordingReader:
                 f"{self._folder} is a folder without the recording of a rank"
                 + (f": {notes}" if notes else f", such as {RANK_FILE.format(rank=0, number=0)}")
             )
-        whole = aligned(merge(*found.values()), {rank: self._readers[rank].begun for rank in found})
-        self._offsets |= {rank: clock.readings[0].offset_ns for clock in whole.header.clocks for rank in clock.ranks}
-        self._builder.update_header(whole.header)
-        for rank_trace in whole.ranks:
-            self._append(rank_trace)
+        self._trace = aligned(merge(*found.values()), {rank: self._readers[rank].begun for rank in found})
+        clocks = self._trace.header.clocks
+        self._offsets |= {rank: clock.readings[0].offset_ns for clock in clocks for rank in clock.ranks}
 
     def _notes(self) -> Iterator[str]:
         """Yield what is missing, as sentences."""
@@ -222,7 +234,7 @@ class RecordingReader:
                 yield self._left_out[rank]
         trimmed = [rank for rank, reader in self._readers.items() if reader.is_trimmed and rank in self._offsets]
         if trimmed:
-            first = self._builder.snapshot().rank(trimmed[0]).rows["step"]
+            first = self._trace.rank(trimmed[0]).rows["step"]
             yield (
                 f"a trace holds {MAX_ROWS:,} events: the newest {len(first):,} of each rank are shown, from step "
                 f"{int(first[0]) if len(first) else 0} on"
@@ -237,7 +249,7 @@ class RecordingReader:
         ]
         later = sorted(self._folder.glob("restart*"))
         notes += [f"the run was restarted: its later part is in {each}" for each in later]
-        notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._builder.snapshot().header)
+        notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._trace.header)
         ends = {
             rank: reader.end or crash_end(self._folder / CRASH_FILE.format(rank=rank), reader.begun)
             for rank, reader in shown.items()
@@ -257,7 +269,12 @@ class RecordingReader:
             )
             for rank, reader in shown.items()
         }
-        return Recording(trace=self._builder.snapshot(), ranks=ranks, notes=tuple(notes))
+        return Recording(trace=self._trace, ranks=ranks, notes=tuple(notes))
+
+
+def _append(builder: TraceBuilder, new: RankTrace) -> None:
+    builder.begin(new.rank, new.start, lost=new.lost)
+    builder.append(new.rank, new.rows.tobytes(), key_frame=KeyFrame(seq=new.end_seq))
 
 
 def _notes_of_ranks(shown: Mapping[int, _RankReader]) -> Iterator[str]:
@@ -305,23 +322,73 @@ def _fqns(unit: Unit) -> tuple[str, ...]:
     return tuple(param.fqn for param in unit.params)
 
 
+class _PackedPart:
+    """Rows that follow a known state, compressed until they are needed.
+
+    Args:
+        start: the state, or its JSON data.
+
+    Attributes:
+        seq: number of the first row.
+        end_seq: number of the row after the last; -1: unknown.
+        frames: contents of the ROWS, in order.
+        num_bytes: of ``frames``.
+    """
+
+    def __init__(self, start: KeyFrame | dict[str, Any]) -> None:
+        self._start = start
+        self.seq: int = start.seq if isinstance(start, KeyFrame) else start["seq"]
+        self.end_seq, self.num_bytes = -1, 0
+        self.frames: list[bytes] = []
+
+    @property
+    def start(self) -> KeyFrame:
+        """The state before the rows."""
+        if not isinstance(self._start, KeyFrame):
+            self._start = key_frame_from_dict(self._start)
+        return self._start
+
+
+def _rows_of(parts: Collection[_PackedPart]) -> Rows:
+    """Return the rows of consecutive parts.
+
+    Raises:
+        TraceError: they are damaged, do not follow each other, or do not reach to the end of a part.
+    """
+    # as bytes: numpy would join each field on its own, which is slow
+    pieces = [by_row(frame) for frame in (b"", *(frame for part in parts for frame in part.frames))]
+    joined = np.empty((sum(map(len, pieces)), ROW_DTYPE.itemsize), np.uint8)
+    rows: Rows = np.concatenate(pieces, out=joined).reshape(-1).view(ROW_DTYPE)
+    first, *_, last = (*parts, *parts)
+    end_seq = first.seq + len(rows)
+    if not np.array_equal(rows["seq"], np.arange(first.seq, end_seq)) or last.end_seq not in (-1, end_seq):
+        raise TraceError(f"its rows do not continue at row {first.seq}")
+    return rows
+
+
 class _RankReader:
     """Collects the frames of one rank's files.
+
+    Rows between two MARKs are unpacked only if they are among the newest. A file whose rows contradict its marks has to
+    be read carefully: each frame is then unpacked as it is read, and the first damaged one ends what is read.
 
     Args:
         rank: its number, from the names of the files.
         max_rows: number of the newest rows to keep.
+        known_units: the units of the rank that was read before, as JSON data and decoded: usually all ranks have them.
+        is_careful: whether to unpack each frame as it is read.
 
     Attributes:
         is_trimmed: whether the files have had older rows too.
     """
 
-    def __init__(self, rank: int, max_rows: int) -> None:
+    def __init__(self, rank: int, max_rows: int, known_units: dict[str, Any], *, is_careful: bool) -> None:
         self.rank = rank
         self.start: RunStart | None = None
         self.header = Header()
         self.quiet: deque[SilentStack] = deque(maxlen=_MAX_QUIET)
         self.last_beat: Heartbeat | None = None
+        self._beat = b""
         self.end: RunEnd | None = None
         self.stop: RecordingStop | None = None
         self.own_notes: dict[str, None] = {}  # sentences of the rank itself, each once
@@ -329,13 +396,10 @@ class _RankReader:
         self.notes: dict[str, str] = {}  # by name of a file
         self._number, self._at, self._id = -1, 0, 0  # of the file that is read: its number, what was read, its inode
         self._outcome_at = 0  # in that file; 0: unknown
-        self._max_rows = max_rows
-        self._first = KeyFrame()  # the state before the rows
+        self._max_rows, self._known_units, self._is_careful = max_rows, known_units, is_careful
+        self._parts = deque([_PackedPart(KeyFrame())])
         self._lost = 0
         self.is_trimmed = False
-        self._pieces: deque[Rows] = deque()
-        self._num_rows = 0
-        self._next_seq = 0
 
     @property
     def begun(self) -> RunStart:
@@ -384,8 +448,20 @@ class _RankReader:
             if self._id not in (0, found.st_ino) or found.st_size < self._at:
                 return False
             self._id = found.st_ino
-            self._read(file)
+            try:
+                self._read(file)
+            finally:
+                self._take_last_beat()
         return True
+
+    def _take_last_beat(self) -> None:
+        if self._beat:
+            try:
+                self.last_beat = _decoded(Heartbeat, self._beat)
+            except TraceError as error:
+                raise _UnreadableFrameError(f"has an unreadable sign of life: {error}") from error
+            finally:
+                self._beat = b""
 
     def _read(self, file: IO[bytes]) -> None:
         if not self._at:
@@ -416,15 +492,17 @@ class _RankReader:
         """Take a frame; unknown kinds are of a newer version, and not needed to read the rest."""
         match kind:
             case FrameKind.HEADER:
-                self.header = header_from_dict(_json(content))
+                self._take_header(_json(content))
             case FrameKind.KEY_FRAME:
-                self._take_key_frame(key_frame_from_dict(_json(content)))
+                self._take_key_frame(_json(content))
+            case FrameKind.MARK:
+                self._take_mark(_json(content))
             case FrameKind.ROWS:
-                self._take_rows(np.frombuffer(from_wire(content), ROW_DTYPE))
+                self._take_rows(content)
             case FrameKind.SILENT_STACK:
                 self.quiet.append(_decoded(SilentStack, content))
             case FrameKind.HEARTBEAT:
-                self.last_beat = _decoded(Heartbeat, content)
+                self._beat = content  # only the last one matters, and there may be many
             case FrameKind.END:
                 self.end = _decoded(RunEnd, content)
             case FrameKind.OUTCOME if content:
@@ -442,48 +520,81 @@ class _RankReader:
             raise TraceError(f"it is of rank {start.rank} of {start.world_size}")
         self.start = start
 
-    def _take_key_frame(self, key_frame: KeyFrame) -> None:
+    def _take_header(self, data: dict[str, Any]) -> None:
+        units = data.get("units")
+        known = self._known_units.get("units")
+        if known is not None and units == known[0]:
+            self.header = replace(header_from_dict({**data, "units": []}), units=known[1])
+        else:
+            self.header = header_from_dict(data)
+            self._known_units["units"] = units, self.header.units
+
+    def _take_key_frame(self, data: dict[str, Any]) -> None:
         """Begin again at a key frame that does not continue the rows: the first one, or some were lost before it."""
-        if key_frame.seq == self._next_seq:
+        self._end_part()
+        key_frame, next_seq = key_frame_from_dict(data), self._parts[-1].seq
+        if key_frame.seq == next_seq:
             return
         broken = check_rank(self.header, RankTrace(self.rank, np.empty(0, ROW_DTYPE), key_frame))
-        if broken or key_frame.seq < self._next_seq:
-            raise TraceError(broken[0] if broken else f"row {key_frame.seq} follows row {self._next_seq - 1}")
-        if self._next_seq:
-            self._lost += key_frame.seq - self._next_seq
-        self._first, self._next_seq = key_frame, key_frame.seq
-        self._pieces.clear()
-        self._num_rows = 0
+        if broken or key_frame.seq < next_seq:
+            raise TraceError(broken[0] if broken else f"row {key_frame.seq} follows row {next_seq - 1}")
+        if next_seq:
+            self._lost += key_frame.seq - next_seq
+        self._parts = deque([_PackedPart(key_frame)])
 
-    def _take_rows(self, rows: Rows) -> None:
-        after = self._next_seq + len(rows)
-        if not np.array_equal(rows["seq"], np.arange(self._next_seq, after)):
-            raise TraceError(f"its rows do not continue at row {self._next_seq}")
-        self._pieces.append(rows)
-        self._num_rows, self._next_seq = self._num_rows + len(rows), after
-        if self._num_rows > self._max_rows + _BATCH:  # a fold of many rows costs little more than one of a few
-            self._drop_oldest()
+    def _take_mark(self, data: dict[str, Any]) -> None:
+        seq, last = data.get("seq"), self._parts[-1]
+        if type(seq) is not int or (seq <= last.seq if last.frames else seq != last.seq):
+            self._raise(TraceError(f"its rows do not end at row {seq}"))
+        if last.frames:
+            last.end_seq = seq
+            self._begin_part(_PackedPart(data))
 
-    def _drop_oldest(self) -> None:
-        """Fold whole pieces into the state before the rows, as long as enough rows are left."""
-        old = []
-        while self._num_rows - len(self._pieces[0]) >= self._max_rows:
-            old.append(self._pieces.popleft())
-            self._num_rows -= len(old[-1])
-        if old:
-            self._first = advance(self._first, np.concatenate(old))
+    def _take_rows(self, content: bytes) -> None:
+        part = self._parts[-1]
+        part.frames.append(content)
+        part.num_bytes += len(content)
+        if self._is_careful or part.num_bytes > _PART_BYTES:
+            self._end_part()
+
+    def _end_part(self) -> None:
+        """Let the rows so far be a part, also without a MARK."""
+        last = self._parts[-1]
+        if last.frames:
+            self._begin_part(_PackedPart(advance(last.start, self._unpacked([last]))))
+
+    def _begin_part(self, part: _PackedPart) -> None:
+        """Begin a part; drop the oldest as long as enough rows are left."""
+        self._parts.append(part)
+        while part.seq - self._parts[1].seq >= self._max_rows:
+            self._parts.popleft()
             self.is_trimmed = True
 
+    def _unpacked(self, parts: Collection[_PackedPart]) -> Rows:
+        try:
+            return _rows_of(parts)
+        except TraceError as error:
+            self._parts[-1].frames.clear()
+            self._raise(error)
+
+    def _raise(self, error: TraceError) -> NoReturn:
+        if self._is_careful:
+            raise error
+        raise _DamagedRowsError from error
+
     def take_trace(self) -> Trace:
-        """Return the rows since the last call, at most as many of the newest as are to be kept, with the header."""
-        rows = np.concatenate(self._pieces) if self._pieces else np.empty(0, ROW_DTYPE)
+        """Return the rows since the last call, at most as many of the newest as are to be kept, with the header.
+
+        Raises:
+            _DamagedRowsError: some are damaged: read again, carefully.
+        """
+        first, last = self._parts[0], self._parts[-1]
+        rows = self._unpacked(self._parts)
         more = max(len(rows) - self._max_rows, 0)
-        start = advance(self._first, rows[:more]) if more else self._first
+        start = advance(first.start, rows[:more])
         self.is_trimmed = self.is_trimmed or more > 0
-        found = RankTrace(self.rank, rows[more:], start, self._lost)
-        self._pieces.clear()
-        self._num_rows, self._first = 0, advance(start, found.rows)
-        return Trace(self.header, (found,))
+        self._parts = deque([_PackedPart(advance(last.start, rows[last.seq - first.seq :]))])
+        return Trace(self.header, (RankTrace(self.rank, rows[more:], start, self._lost),))
 
     def broken(self, other: _RankReader) -> str:
         """Return why this rank cannot be shown, a sentence with a small first letter; empty if it can.
@@ -500,6 +611,18 @@ class _RankReader:
         return ""
 
 
+def _read_rank(reader: Callable[..., _RankReader], parts: Mapping[int, Path]) -> tuple[_RankReader, Trace]:
+    """Return the reader of a rank that has read its files, and the rows of these."""
+    found = reader(is_careful=False)
+    try:
+        found.read_files(parts)
+        return found, found.take_trace()
+    except _DamagedRowsError:
+        found = reader(is_careful=True)
+        found.read_files(parts)
+        return found, found.take_trace()
+
+
 def _broken_rules(trace: Trace) -> str:
     """Return which rule a trace of one rank breaks, a sentence with a small first letter; empty if none."""
     (rank_trace,) = trace.ranks
@@ -510,6 +633,10 @@ def _broken_rules(trace: Trace) -> str:
         return f"its times are out of range: {times.min()} to {times.max()} ns"
     sentences = [*check_header(trace.header), *check_rank(trace.header, rank_trace)]
     return sentences[0][:300].removeprefix(f"rank {rank_trace.rank}: ") if sentences else ""
+
+
+class _DamagedRowsError(Exception):
+    """Rows that were unpacked later than they were read are damaged."""
 
 
 class _UnreadableFrameError(Exception):

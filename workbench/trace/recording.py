@@ -47,6 +47,9 @@ OUTCOME_BYTES = 4096
 MAX_STOP_REASON = 200
 """Characters of the reason for which a recording stopped."""
 
+MARK_EVERY = 4096
+"""Least rows between two MARKs."""
+
 
 class FrameKind(IntEnum):
     """Content of a frame."""
@@ -69,6 +72,8 @@ class FrameKind(IntEnum):
     OUTCOME = 8
     # JSON of a RunNote
     NOTE = 9
+    # JSON of a KeyFrame: the state after the rows so far; no row before it is missing, so they need not be unpacked
+    MARK = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +217,7 @@ class RecordingWriter:
             int
         ] = []  # of each file: all rows of later steps are in it or after it; -1: no step yet
         self._newest_step = -1
+        self._marked_seq = 0  # of the last MARK, or of the KEY_FRAME at the begin of the file
         self._begin_bytes = 0  # of the newest file's first frames
         self._outcome, self._outcome_at = RunOutcome(), 0  # and its place in the newest file
         self._notes: list[bytes] = []
@@ -240,6 +246,7 @@ class RecordingWriter:
             raise
         self.close()
         self._fd, self._number, self._outcome_at = fd, self._number + 1, len(first)
+        self._marked_seq = self._key_frame.seq
         self._files.append(path)
         self._sizes.append(self._begin_bytes)
         self._first_steps.append(-1)
@@ -290,10 +297,13 @@ class RecordingWriter:
         """
         if lost:
             self._put(_json_frame(FrameKind.KEY_FRAME, key_frame_to_dict(key_frame)))
-            self._key_frame = key_frame
+            self._key_frame, self._marked_seq = key_frame, key_frame.seq
         elif packed:
             self._put(_frame(FrameKind.ROWS, to_wire(packed)))
             self._key_frame = key_frame
+            if key_frame.seq - self._marked_seq >= MARK_EVERY:
+                self._put(_json_frame(FrameKind.MARK, key_frame_to_dict(key_frame)))
+                self._marked_seq = key_frame.seq
             newest = int(np.frombuffer(packed, ROW_DTYPE)["step"].max())
             self._newest_step = max(self._newest_step, newest)
             if self._first_steps[-1] < 0:

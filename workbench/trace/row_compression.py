@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.errors import TraceError
 from workbench.trace.schema import ROW
@@ -27,13 +28,18 @@ def to_wire(packed: bytes) -> bytes:
 
 
 def from_wire(sent: bytes | memoryview) -> bytes:
-    """Return the packed rows from the bytes that :func:`to_wire` returned.
+    """Return the packed rows from the bytes that :func:`to_wire` returned; errors as :func:`by_row`."""
+    return by_row(sent).tobytes()
+
+
+def by_row(sent: bytes | memoryview) -> NDArray[np.uint8]:
+    """Return the packed rows from the bytes that :func:`to_wire` returned, ``[rows, bytes of a row]``, not contiguous.
 
     Raises:
         TraceError: the bytes are not compressed rows, or unpack to more than :data:`MAX_PACKED_BYTES`.
     """
     if not len(sent):
-        return b""
+        return np.empty((0, ROW.size), np.uint8)
     unpacker = zlib.decompressobj()
     try:
         by_place = np.frombuffer(unpacker.decompress(sent, MAX_PACKED_BYTES), np.uint8).reshape(ROW.size, -1)
@@ -44,4 +50,4 @@ def from_wire(sent: bytes | memoryview) -> bytes:
             f"{len(sent)} received bytes cannot be unpacked into rows: they are incomplete, or unpack to more than "
             f"{MAX_PACKED_BYTES:,} bytes"
         )
-    return by_place.T.tobytes()
+    return by_place.T
