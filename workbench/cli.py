@@ -393,7 +393,7 @@ def _recorded(folder: Path) -> tuple[Recording, int]:
             recording = read_dumps(dumps)  # ranks are judged at the time at which the last dump was written
             written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if rank.last_beat is not None]
             return recording, max(written, default=time.time_ns())
-    return read(folder), time.time_ns()
+    return read(folder, newest_only=True), time.time_ns()
 
 
 def _verify(args: argparse.Namespace) -> int:

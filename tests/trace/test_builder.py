@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.helpers.trace_strategies import any_key_frames, cuttings, example_trace, traces
 from workbench.errors import TraceError
 from workbench.trace import RankTrace, Trace, TraceBuilder, advance
+from workbench.trace.earlier_steps import EarlierSteps
 from workbench.trace.schema import ROW_DTYPE, GroupInfo, Header, KeyFrame
 
 
@@ -48,7 +49,8 @@ def test_few_rows_kept_are_the_newest_with_the_exact_state_before_them(trace, ma
     kept = build(trace, data.draw(interleaved(trace)), max_rows=max_rows).snapshot()
     assert kept.num_rows <= max_rows
     for rank, whole in zip(kept.ranks, trace.ranks, strict=True):
-        assert rank == whole.cut(rank.start.seq, whole.end_seq)
+        earlier = EarlierSteps().then(whole.rows[: rank.start.seq])
+        assert rank == dataclasses.replace(whole.cut(rank.start.seq, whole.end_seq), earlier=earlier)
     assert kept == build(trace, data.draw(interleaved(trace)), max_rows=max_rows).snapshot()
 
 

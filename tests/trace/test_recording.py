@@ -21,6 +21,7 @@ from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.reports.run_where import where
 from workbench.trace import read_recording, recording
 from workbench.trace.columns import RankTrace, Trace, steps
+from workbench.trace.earlier_steps import EarlierSteps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.keyframe import advance
 from workbench.trace.read_recording import RecordingReader, read
@@ -278,17 +279,20 @@ def test_only_as_many_rows_as_a_trace_may_have_are_kept_in_memory(tmp_path, monk
     monkeypatch.setattr(read_recording, "MAX_ROWS", 301)
     recording = read(tmp_path)
     found = recording.trace
-    assert found.ranks == tuple(part.cut(part.end_seq - 150, part.end_seq) for part in trace.ranks)
+    newest = tuple(part.cut(part.end_seq - 150, part.end_seq) for part in trace.ranks)
+    earlier = tuple(EarlierSteps().then(part.rows[: part.end_seq - 150]) for part in trace.ranks)
+    assert found.ranks == tuple(replace(part, earlier=e) for part, e in zip(newest, earlier, strict=True))
     first = found.ranks[0].rows["step"][0]
-    assert recording.notes == (
-        f"a trace holds 301 events: the newest 150 of each rank are shown, from step {first} on",
-    )
+    note = f"a trace holds 301 events: the newest 150 of each rank are shown, from step {first} on"
+    assert recording.notes == (f"{note}; of earlier steps, times and logged values are kept",)
+    recording = read(tmp_path, newest_only=True)
+    assert (recording.trace.ranks, recording.notes) == (newest, (note,))
 
 
-def what_is_read(folder):
+def what_is_read(folder, **options):
     """Return the recording in a folder and the report on it; the error if there is none."""
     try:
-        found = read(folder)
+        found = read(folder, **options)
     except TraceError as error:
         return str(error)
     return found, str(where(found, 10**18))
@@ -323,9 +327,10 @@ def test_unpacking_only_the_newest_parts_gives_what_unpacking_all_gives(tmp_path
             case "wrong rows":
                 with damaged.open("ab") as file:
                     file.write(frame(FrameKind.ROWS, data.draw(st.sampled_from([b"x", to_wire(bytes(52 * 3))]))))
-        found = what_is_read(folder)
+        options = {"newest_only": data.draw(st.booleans())}
+        found = what_is_read(folder, **options)
         patched.setattr(read_recording, "_read_rank", carefully)
-        assert found == what_is_read(folder)
+        assert found == what_is_read(folder, **options)
 
 
 def test_rows_before_the_newest_parts_are_not_unpacked(tmp_path, monkeypatch):
@@ -335,7 +340,8 @@ def test_rows_before_the_newest_parts_are_not_unpacked(tmp_path, monkeypatch):
     monkeypatch.setattr(read_recording, "MAX_ROWS", 150)
     unpacked = []
     monkeypatch.setattr(read_recording, "by_row", lambda sent: unpacked.append(len(sent)) or by_row(sent))
-    assert read(tmp_path).trace.rank(0) == trace.rank(0).cut(trace.rank(0).end_seq - 150, trace.rank(0).end_seq)
+    newest = trace.rank(0).cut(trace.rank(0).end_seq - 150, trace.rank(0).end_seq)
+    assert read(tmp_path, newest_only=True).trace.rank(0) == newest
     assert len([size for size in unpacked if size]) <= 6  # 150 rows, and those before them since the last mark
     assert trace.num_rows > 10 * 50
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,6 +10,8 @@ from tests.helpers.trace_strategies import example_trace
 from tests.replay.test_models import make_unit
 from tests.replay.test_training import logged, make_trace, of_models, row, step_rows
 from workbench.events import Kind
+from workbench.trace.columns import Trace
+from workbench.trace.earlier_steps import EarlierSteps
 from workbench.trace.schema import Header
 from workbench.views.training import MAX_PANELS, MAX_POINTS, training
 
@@ -146,3 +149,14 @@ def test_the_curve_is_cut_where_another_model_began():
 
 def test_an_empty_trace_says_what_to_run():
     assert "%fsdp step" in words(training(example_trace(steps=0)))
+
+
+def test_steps_before_the_left_edge_are_drawn_and_how_many_are_known_is_said():
+    trace = make_trace(losses(*np.linspace(8, 1, 64)))
+    part = trace.rank(0)
+    at = len(part.rows) - 30
+    newest = replace(part.cut(at, part.end_seq), earlier=EarlierSteps().then(part.rows[:at], 60))
+    fig = training(Trace(trace.header, (newest,)))
+    assert list(lines(fig)[0].x) == [*range(0, 54, 4), *range(54, 64)]
+    assert "Before step 54, one of 4 steps is known." in subtitle(fig)
+    assert title(fig).startswith("Loss 8.000 → 1.000 in ")

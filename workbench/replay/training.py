@@ -190,12 +190,16 @@ class Summary:
         step_times: nanoseconds of each finished step, without time held at a gate.
         cuts: steps at which another model began, ascending; none with one model.
         behind: ranks that have not finished the last step that others have.
+        every: of the steps before ``whole_from``, only those are known whose number is a multiple of it.
+        whole_from: the first step of which all events are known; 0: all steps.
     """
 
     metrics: dict[str, Series]
     step_times: Series
     cuts: tuple[int, ...] = ()
     behind: tuple[int, ...] = ()
+    every: int = 1
+    whole_from: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -225,20 +229,23 @@ class Summary:
         return series.steps >= self.cuts[-1] if self.cuts else np.ones(len(series.steps), np.bool_)
 
 
-def fold(rank_trace: RankTrace) -> TrainingProgress:
-    """Return the state after all rows of a rank."""
-    return advance(start(), rank_trace.rows, rank_trace.kinds)
+def fold(rank_trace: RankTrace, *, with_earlier: bool = False) -> TrainingProgress:
+    """Return the state after all rows of a rank, by default without the steps of which the rows were dropped."""
+    before = advance(start(), rank_trace.earlier.rows) if with_earlier else start()
+    return advance(before, rank_trace.rows, rank_trace.kinds)
 
 
-def summary(trace: Trace) -> Summary:
-    """Return what the ranks logged and how long their steps took, combined per step."""
-    ranks, states = [r.rank for r in trace.ranks], [fold(r) for r in trace.ranks]
+def summary(trace: Trace, *, with_earlier: bool = False) -> Summary:
+    """Return what the ranks logged and how long their steps took, combined per step; arguments as for :func:`fold`."""
+    ranks, states = [r.rank for r in trace.ranks], [fold(r, with_earlier=with_earlier) for r in trace.ranks]
     last = [int(state.steps["step"].max(initial=-1)) for state in states]
     return Summary(
         metrics=_metrics(trace.header, ranks, states),
         step_times=_step_times(ranks, states),
         cuts=_cuts(trace.header, states),
         behind=tuple(r.rank for r, step in zip(trace.ranks, last, strict=True) if step < max(last)),
+        every=max((r.earlier.every for r in trace.ranks if with_earlier), default=1),
+        whole_from=max((int(r.steps[0]) for r in trace.ranks if len(r.earlier.rows) and len(r.steps)), default=0),
     )
 
 

@@ -564,7 +564,7 @@ class TrainingReport(ViewReport):
 
 
 def _training(trace: Trace, words: dict[str, str]) -> TrainingReport:
-    found = training.summary(trace)
+    found = training.summary(trace, with_earlier=True)
     return TrainingReport(
         **words,
         metrics=tuple(found.metrics.values()),

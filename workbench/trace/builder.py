@@ -10,6 +10,7 @@ import numpy as np
 
 from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.earlier_steps import NO_STEPS, EarlierSteps
 from workbench.trace.header import join, translate
 from workbench.trace.keyframe import advance
 from workbench.trace.schema import ROW_DTYPE, Header, HostClock, KeyFrame, Rows
@@ -72,7 +73,7 @@ class TraceBuilder:
         with self._lock:
             entry = self._ranks.setdefault(rank, _RankRows())
             if lost:
-                self._ranks[rank] = _RankRows(key_frame, entry.lost + lost)
+                self._ranks[rank] = _RankRows(key_frame, entry.lost + lost, entry.earlier.then(entry.rows))
                 return
             rows = _unpack(rank, packed)
             _check_continues(rank, entry.end_seq, rows, key_frame)
@@ -80,22 +81,26 @@ class TraceBuilder:
             entry.extend(rows, self._next_move(rank, entry.end_seq + len(rows)))
             self._trim()
 
-    def begin(self, rank: int, start: KeyFrame, *, lost: int) -> None:
+    def begin(self, rank: int, start: KeyFrame, *, lost: int, earlier: EarlierSteps = NO_STEPS) -> None:
         """Continue a rank at ``start``: if this is not the end of its rows, they are dropped.
 
         Args:
             rank: the rank.
             start: state before its next row.
             lost: how many of its rows were lost so far.
+            earlier: steps before ``start`` that it did not get.
         """
         with self._lock:
-            if rank not in self._ranks or self._ranks[rank].end_seq != start.seq:
-                self._ranks[rank] = _RankRows(start, lost)
+            entry = self._ranks.get(rank)
+            if entry is None or entry.end_seq != start.seq:
+                rows = translate(earlier.rows, self._headers.get(rank, self._header), self._header)
+                known = NO_STEPS if entry is None else entry.earlier.then(entry.rows)
+                self._ranks[rank] = _RankRows(start, lost, known.joined(dataclasses.replace(earlier, rows=rows)))
 
     def snapshot(self) -> Trace:
         """Return the trace so far; it shares memory with the builder and never changes."""
         with self._lock:
-            ranks = tuple(RankTrace(rank, entry.rows, entry.start, entry.lost) for rank, entry in self._ranks.items())
+            ranks = tuple(entry.trace(rank) for rank, entry in self._ranks.items())
             return Trace(self._header, ranks)
 
     def _next_move(self, rank: int, end_seq: int) -> int:
@@ -120,12 +125,16 @@ class TraceBuilder:
 class _RankRows:
     """The rows of one rank in a growing buffer. Written rows never move: snapshots share them."""
 
-    def __init__(self, start: KeyFrame | None = None, lost: int = 0) -> None:
+    def __init__(self, start: KeyFrame | None = None, lost: int = 0, earlier: EarlierSteps = NO_STEPS) -> None:
         self.start = start or KeyFrame()
-        self.lost = lost
+        self.lost, self.earlier = lost, earlier
         self.received = 0
         self._buffer: Rows = np.empty(0, ROW_DTYPE)
         self._begin = self._end = 0
+
+    def trace(self, rank: int) -> RankTrace:
+        """Return what is kept, as the trace of ``rank``."""
+        return RankTrace(rank, self.rows, self.start, self.lost, self.earlier)
 
     @property
     def rows(self) -> Rows:
@@ -151,6 +160,7 @@ class _RankRows:
     def drop(self, count: int) -> None:
         """Drop the oldest ``count`` rows; ``start`` becomes the state after them."""
         self.start = advance(self.start, self.rows[:count])
+        self.earlier = self.earlier.then(self.rows[:count])
         self._begin += count
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from workbench.errors import TraceError
 from workbench.events import Kind, UnitState
+from workbench.trace.earlier_steps import NO_STEPS, EarlierSteps
 from workbench.trace.header import join, translate
 from workbench.trace.keyframe import advance, bytes_after, states_after
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows
@@ -30,6 +31,7 @@ class RankTrace:
             ``start.seq`` without a gap.
         start: state of the rank just before ``rows[0]``.
         lost: rows that were overwritten on the rank before they could be read.
+        earlier: steps of which the rows were dropped.
 
     It caches what many queries need: :attr:`kinds`, the steps of the rows, and the state at some of them. Reading one
     field of every row takes as long as reading all fields.
@@ -42,6 +44,7 @@ class RankTrace:
     rows: Rows
     start: KeyFrame = field(default_factory=KeyFrame)
     lost: int = 0
+    earlier: EarlierSteps = field(default_factory=EarlierSteps)
 
     def __post_init__(self) -> None:
         if self.rows.dtype != ROW_DTYPE or self.rows.ndim != 1:
@@ -56,7 +59,7 @@ class RankTrace:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RankTrace):
             return NotImplemented
-        mine, theirs = (self.rank, self.start, self.lost), (other.rank, other.start, other.lost)
+        mine, theirs = ((r.rank, r.start, r.lost, r.earlier) for r in (self, other))
         return mine == theirs and np.array_equal(_raw(self.rows), _raw(other.rows))
 
     __hash__ = None  # type: ignore[assignment]
@@ -80,14 +83,17 @@ class RankTrace:
         return found[found >= 0]
 
     def cut(self, begin_seq: int, end_seq: int) -> RankTrace:
-        """Return the rows with ``begin_seq <= seq < end_seq``, with the exact state before them."""
+        """Return the rows with ``begin_seq <= seq < end_seq``, with the exact state before them.
+
+        Earlier steps are kept if no row is cut off on the left.
+        """
         begin = min(max(begin_seq - self.start.seq, 0), len(self.rows))
         end = max(end_seq - self.start.seq, begin)
-        return self.part(begin, end, self.state_before(begin))
+        return self.part(begin, end, self.state_before(begin), NO_STEPS if begin else self.earlier)
 
-    def part(self, begin: int, end: int, start: KeyFrame) -> RankTrace:
-        """Return the rows from position ``begin`` up to ``end``, with ``start`` for the state before them."""
-        found = RankTrace(self.rank, self.rows[begin:end], start, self.lost)
+    def part(self, begin: int, end: int, start: KeyFrame, earlier: EarlierSteps = NO_STEPS) -> RankTrace:
+        """Return the rows from position ``begin`` up to ``end``, with the state before them and ``earlier`` steps."""
+        found = RankTrace(self.rank, self.rows[begin:end], start, self.lost, earlier)
         if "kinds" in vars(self):
             vars(found)["kinds"] = self.kinds[begin:end]
         if "_runs" in vars(self):
@@ -257,7 +263,11 @@ def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTr
         begin = end = rank.place_after(high)
     begin = 0 if first is None else begin
     end = len(rank.rows) if last is None else end
-    return _with_device(rank.cut(rank.start.seq + begin, rank.start.seq + end), rank.rows[end:])
+    if first is None:
+        part = rank.cut(rank.start.seq + begin, rank.start.seq + end)
+    else:
+        part = rank.part(begin, end, rank.state_before(begin))
+    return _with_device(part, rank.rows[end:])
 
 
 def _with_device(part: RankTrace, later: Rows) -> RankTrace:
@@ -275,13 +285,13 @@ def _merge_two(first: Trace, second: Trace) -> Trace:
     header = join(first.header, second.header)
     ranks = {r.rank: r for r in first.ranks}
     for part in second.ranks:
-        rows = translate(part.rows, second.header, header)
+        rows, earlier = (translate(each, second.header, header) for each in (part.rows, part.earlier.rows))
         before = ranks.get(part.rank)
         if before is None:
-            ranks[part.rank] = RankTrace(part.rank, rows, part.start, part.lost)
+            ranks[part.rank] = replace(part, rows=rows, earlier=replace(part.earlier, rows=earlier))
         elif before.end_seq == part.start.seq:
             rows = np.concatenate([before.rows, rows])
-            ranks[part.rank] = RankTrace(part.rank, rows, before.start, before.lost + part.lost)
+            ranks[part.rank] = replace(before, rows=rows, lost=before.lost + part.lost)
         else:
             raise TraceError(
                 f"rank {part.rank}: rows from {part.start.seq} on do not follow rows up to {before.end_seq - 1}"

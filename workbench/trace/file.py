@@ -27,6 +27,7 @@ from numpy.lib import format as npy
 
 from workbench.errors import TraceError
 from workbench.trace.columns import RankTrace, Trace
+from workbench.trace.earlier_steps import MAX_EARLIER_ROWS, NO_STEPS, EarlierSteps
 from workbench.trace.header import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.invariants import check_header, check_rank
 from workbench.trace.schema import ROW_DTYPE, Rows
@@ -38,6 +39,7 @@ MAX_META_BYTES = 32 << 20
 """Maximum bytes of ``trace.json``; parsed, they take up to twenty times as much."""
 
 META = "trace.json"
+_EARLIER = "earlier_{}.npy"
 _COMPRESSION = 1  # zlib level; 6 takes four times as long for a tenth less
 _MAX_CONTENTS_BYTES = 8 << 20  # of the zip's table of contents: 100,000 ranks
 _PIECE_BYTES = 1 << 20
@@ -146,7 +148,10 @@ class _Pieces(io.BufferedIOBase):
 def _write(trace: Trace, file: IO[bytes]) -> None:
     meta = {
         "header": header_to_dict(trace.header),
-        "ranks": [{"rank": r.rank, "lost": r.lost, "start": key_frame_to_dict(r.start)} for r in trace.ranks],
+        "ranks": [
+            {"rank": r.rank, "lost": r.lost, "start": key_frame_to_dict(r.start), "earlier": _numbers_of(r.earlier)}
+            for r in trace.ranks
+        ],
     }
     text = json.dumps(meta, indent=1).encode()
     if len(text) > MAX_META_BYTES:
@@ -156,6 +161,13 @@ def _write(trace: Trace, file: IO[bytes]) -> None:
         for r in trace.ranks:
             with archive.open(_member_name(r.rank), "w", force_zip64=True) as member:
                 npy.write_array(member, r.rows, version=(1, 0), allow_pickle=False)
+            if len(r.earlier.rows):
+                with archive.open(_EARLIER.format(r.rank), "w") as member:
+                    npy.write_array(member, r.earlier.rows, version=(1, 0), allow_pickle=False)
+
+
+def _numbers_of(earlier: EarlierSteps) -> list[int]:
+    return [earlier.every, earlier.step, earlier.forward_step]
 
 
 def _member_name(rank: int) -> str:
@@ -209,7 +221,20 @@ def _weigh(archive: zipfile.ZipFile, ranks: list[int], file_bytes: int) -> None:
 
 def _read_rank(archive: zipfile.ZipFile, rank: int, entry: dict[str, Any]) -> RankTrace:
     rows = _rows(rank, _unpacked(archive, _member_name(rank), _NPY_START.size + 2**16 + MAX_ROWS * ROW_DTYPE.itemsize))
-    return RankTrace(rank, rows, key_frame_from_dict(entry["start"]), entry["lost"])
+    earlier = _read_earlier(archive, rank, entry.get("earlier", _numbers_of(NO_STEPS)))
+    return RankTrace(rank, rows, key_frame_from_dict(entry["start"]), entry["lost"], earlier)
+
+
+def _read_earlier(archive: zipfile.ZipFile, rank: int, numbers: list[int]) -> EarlierSteps:
+    """Return the earlier steps of a rank; a file of an older version has none."""
+    every, step, forward_step = numbers
+    if not all(type(each) is int and -1 <= each <= 2**31 for each in numbers) or every < 1:
+        raise TraceError(f"rank {rank}: the numbers of its earlier steps are {numbers!r:.80}")
+    name = _EARLIER.format(rank)
+    rows = np.empty(0, ROW_DTYPE)
+    if name in archive.namelist():
+        rows = _rows(rank, _unpacked(archive, name, _NPY_START.size + 2**16 + MAX_EARLIER_ROWS * ROW_DTYPE.itemsize))
+    return EarlierSteps(rows, every, step, forward_step)
 
 
 def _rows(rank: int, data: bytes) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,17 @@ def _at(rank: RankTrace, places: NDArray[np.int64]) -> NDArray[np.bool_]:
     return found
 
 
+def _earlier_steps_fit(header: Header, rank: RankTrace) -> Iterator[str]:
+    """Yield the rules that rows of earlier steps break: they have gaps, but are rows before the first one."""
+    rows = rank.earlier.rows
+    part = RankTrace(rank.rank, rows, replace(rank.start, seq=0))
+    seq = np.append(rows["seq"], rank.start.seq)
+    if len(rows) and (seq[0] < 0 or (np.diff(seq) <= 0).any()):
+        yield "seq of its earlier steps does not increase up to its first row"
+    for rule in (_values_are_known, _edges_fit_kinds, _indices_are_in_range, _texts_are_named):
+        yield from (f"of its earlier steps, {sentence}" for sentence in rule(header, part))
+
+
 RULES: tuple[Rule, ...] = (
     _rank_is_known,
     _key_frame_fits,
@@ -263,5 +275,6 @@ RULES: tuple[Rule, ...] = (
     _spans_close,
     _texts_are_named,
     _device_rows_tell_of_others,
+    _earlier_steps_fit,
 )
 """The rules that every rank's rows obey."""

@@ -29,6 +29,7 @@ from workbench.events import Edge, Kind, Unit
 from workbench.trace.builder import MAX_ROWS, TraceBuilder
 from workbench.trace.columns import RankTrace, Trace, merge
 from workbench.trace.crash_text import CRASH_FILE, crash_end
+from workbench.trace.earlier_steps import NO_STEPS
 from workbench.trace.header import header_from_dict, key_frame_from_dict
 from workbench.trace.invariants import MAX_RANKS, check_header, check_rank
 from workbench.trace.keyframe import advance
@@ -126,19 +127,23 @@ def is_recording(folder: Path) -> bool:
     return any(folder.glob("rank*.rec"))
 
 
-def read(folder: Path) -> Recording:
-    """Return the recording in a folder; errors as :meth:`RecordingReader.read`."""
-    return RecordingReader(folder).read()
+def read(folder: Path, *, newest_only: bool = False) -> Recording:
+    """Return the recording in a folder; arguments and errors as for :class:`RecordingReader`."""
+    return RecordingReader(folder, newest_only=newest_only).read()
 
 
 class RecordingReader:
     """Reads the recording in a folder, and later what the run has written since. Thread-safe.
 
     Offsets of clocks are found when ranks are read first; if a further rank appears, all is read again.
+
+    Args:
+        folder: the folder.
+        newest_only: leave out the steps before the newest rows, which saves the time to unpack them.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
+        self._folder, self._newest_only = folder, newest_only
         self._lock = threading.Lock()
         self._trace = Trace.empty()
         self._builder: TraceBuilder | None = None  # None: the trace was read at once
@@ -206,8 +211,8 @@ class RecordingReader:
         self._left_out, self._builder, self._readers, found = {}, None, {}, dict[int, Trace]()
         known_units: dict[str, Any] = {}
         for rank in sorted(files):
-            max_rows = MAX_ROWS // len(files)
-            reader, trace = _read_rank(partial(_RankReader, rank, max_rows, known_units), files[rank])
+            options: dict[str, Any] = {"max_rows": MAX_ROWS // len(files), "newest_only": self._newest_only}
+            reader, trace = _read_rank(partial(_RankReader, rank, known_units, **options), files[rank])
             self._readers[rank] = reader
             first = next((self._readers[shown] for shown in found), reader)
             broken = reader.broken(first) or _broken_rules(trace)
@@ -234,10 +239,13 @@ class RecordingReader:
                 yield self._left_out[rank]
         trimmed = [rank for rank, reader in self._readers.items() if reader.is_trimmed and rank in self._offsets]
         if trimmed:
-            first = self._trace.rank(trimmed[0]).rows["step"]
+            part = self._trace.rank(trimmed[0])
+            first, every = part.rows["step"], part.earlier.every
+            which = f"every {every}th earlier step" if every > 1 else "earlier steps"
+            kept = f"; of {which}, times and logged values are kept" if len(part.earlier.rows) else ""
             yield (
                 f"a trace holds {MAX_ROWS:,} events: the newest {len(first):,} of each rank are shown, from step "
-                f"{int(first[0]) if len(first) else 0} on"
+                f"{int(first[0]) if len(first) else 0} on{kept}"
             )
 
     def _recording(self) -> Recording:
@@ -273,7 +281,7 @@ class RecordingReader:
 
 
 def _append(builder: TraceBuilder, new: RankTrace) -> None:
-    builder.begin(new.rank, new.start, lost=new.lost)
+    builder.begin(new.rank, new.start, lost=new.lost, earlier=new.earlier)
     builder.append(new.rank, new.rows.tobytes(), key_frame=KeyFrame(seq=new.end_seq))
 
 
@@ -374,15 +382,18 @@ class _RankReader:
 
     Args:
         rank: its number, from the names of the files.
-        max_rows: number of the newest rows to keep.
         known_units: the units of the rank that was read before, as JSON data and decoded: usually all ranks have them.
+        max_rows: number of the newest rows to keep.
+        newest_only: whether to leave out the steps before the newest rows.
         is_careful: whether to unpack each frame as it is read.
 
     Attributes:
         is_trimmed: whether the files have had older rows too.
     """
 
-    def __init__(self, rank: int, max_rows: int, known_units: dict[str, Any], *, is_careful: bool) -> None:
+    def __init__(
+        self, rank: int, known_units: dict[str, Any], *, max_rows: int, newest_only: bool, is_careful: bool
+    ) -> None:
         self.rank = rank
         self.start: RunStart | None = None
         self.header = Header()
@@ -399,6 +410,7 @@ class _RankReader:
         self._max_rows, self._known_units, self._is_careful = max_rows, known_units, is_careful
         self._parts = deque([_PackedPart(KeyFrame())])
         self._lost = 0
+        self._earlier = None if newest_only else NO_STEPS
         self.is_trimmed = False
 
     @property
@@ -567,8 +579,10 @@ class _RankReader:
         """Begin a part; drop the oldest as long as enough rows are left."""
         self._parts.append(part)
         while part.seq - self._parts[1].seq >= self._max_rows:
-            self._parts.popleft()
+            old = self._parts.popleft()
             self.is_trimmed = True
+            if self._earlier is not None:
+                self._earlier = self._earlier.then(self._unpacked([old]))
 
     def _unpacked(self, parts: Collection[_PackedPart]) -> Rows:
         try:
@@ -594,7 +608,9 @@ class _RankReader:
         start = advance(first.start, rows[:more])
         self.is_trimmed = self.is_trimmed or more > 0
         self._parts = deque([_PackedPart(advance(last.start, rows[last.seq - first.seq :]))])
-        return Trace(self.header, (RankTrace(self.rank, rows[more:], start, self._lost),))
+        earlier = NO_STEPS if self._earlier is None else self._earlier.then(rows[:more])
+        self._earlier = None if self._earlier is None else NO_STEPS
+        return Trace(self.header, (RankTrace(self.rank, rows[more:], start, self._lost, earlier),))
 
     def broken(self, other: _RankReader) -> str:
         """Return why this rank cannot be shown, a sentence with a small first letter; empty if it can.
@@ -708,9 +724,10 @@ def _moved(rank_trace: RankTrace, offset_ns: int) -> RankTrace:
     """Return a rank's rows with the times of a clock that is ``offset_ns`` ahead converted."""
     if not offset_ns:
         return rank_trace
-    rows = rank_trace.rows.copy()
+    rows, earlier = rank_trace.rows.copy(), rank_trace.earlier.rows.copy()
     rows["t_ns"] -= offset_ns
-    return replace(rank_trace, rows=rows)
+    earlier["t_ns"] -= offset_ns
+    return replace(rank_trace, rows=rows, earlier=replace(rank_trace.earlier, rows=earlier))
 
 
 def _clocks(trace: Trace, starts: Mapping[int, RunStart]) -> tuple[HostClock, ...]:

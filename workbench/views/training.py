@@ -35,7 +35,7 @@ _MAX_RUNS = 4  # of steps that are listed
 
 def training(trace: Trace) -> go.Figure:
     """Draw loss, step time and other logged metrics."""
-    result = summary(without_holds(trace)[0])
+    result = summary(without_holds(trace)[0], with_earlier=True)
     panels = _panels(result)
     if not panels:
         return theme.empty(theme.NO_STEP)
@@ -83,6 +83,8 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
     sentences = [band if num_ranks > 1 else ""]
     sentences += [_not_finite(series, header) for series in result.metrics.values()]
     sentences.append(_without_loss(result))
+    if result.every > 1:
+        sentences.append(f"Before step {result.whole_from:,}, one of {result.every} steps is known.")
     bucket = -(-max(len(s.steps) for s in (*result.metrics.values(), result.step_times)) // MAX_POINTS)
     if bucket > 1:
         sentences.append(f"Each point is the mean of up to {bucket} steps; its band is their range.")
