@@ -83,11 +83,17 @@ class Watch:
         self._collectives = CollectiveWatch()
         sources = FullyShardUnits, FlatParamUnits, DataParallelUnits
         self._units = tuple(source(self._collectives) for source in sources)
-        self._calls = Patches("collectives are", say, self._collectives.abandon)
-        self._patches = [Patches(units.what, say, units.abandon) for units in self._units]
+        self._say = say
+        self._new_patches()
+
+    def _new_patches(self) -> None:
+        """Make the patches of one time: hooks of an earlier one stay where they are, and do nothing any more."""
+        self._calls = Patches("collectives are", self._say, self._collectives.abandon)
+        self._patches = [Patches(units.what, self._say, units.abandon) for units in self._units]
 
     def begin(self) -> Watch:
         """Begin to watch; what an earlier time told the probe still holds."""
+        self._new_patches()
         if probe.active is not None:
             for units in self._units:
                 probe.active.source(units)
