@@ -367,6 +367,24 @@ def test_a_group_with_the_name_of_an_earlier_one_is_another():
     assert watch(2, in_a_new_world).results == [["c10d group 0", "c10d group 0, new 1"]] * 2
 
 
+def again():
+    recorder, before = Recorder(Header()), probe.active
+    probe.active, watch = recorder, Watch()
+    try:
+        for _ in range(2):
+            watch.begin()
+            dist.all_reduce(ONE.clone())
+            watch.end()
+    finally:
+        probe.active = before
+    rows = np.frombuffer(recorder.drain().rows, ROW_DTYPE)
+    return rows["kind"][rows["edge"] == Edge.BEGIN].tolist()
+
+
+def test_a_watch_that_has_ended_can_begin_again():
+    assert run_ranks(2, again) == [[Kind.ALL_REDUCE, Kind.WAIT] * 2] * 2
+
+
 def own_and_others(watch):
     with watch.paused(), watch.paused():
         dist.barrier()

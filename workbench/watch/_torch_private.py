@@ -496,6 +496,18 @@ def full_grads_of(param: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401 - an 
     return tuple(grad for grad in found if grad is not None)
 
 
+def full_grads_nbytes(group: ParamGroup) -> int:
+    """Return the bytes of :func:`full_grads_of` of all parameters: a plain loop, called for each unit in each step."""
+    nbytes = 0
+    for param in group.fsdp_params:
+        full = getattr(param, "_unsharded_param", None)
+        if full is not None and full.grad is not None:
+            nbytes += full.grad.nbytes
+        if not _FOLLOWS_GRAD_DTYPE and param.unsharded_accumulated_grad is not None:
+            nbytes += param.unsharded_accumulated_grad.nbytes
+    return nbytes
+
+
 _FOLLOWS_GRAD_DTYPE = hasattr(FSDPParam, "unsharded_grad_dtype")
 """Whether gradients accumulate in the parameter's ``grad_dtype``, and are reduced in it by default: torch 2.15."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,6 +56,25 @@ class _Group:
     issued: int = 0
 
 
+class _Within:
+    """Context of the calls of a unit; several are entered in each step, and a generator would take twice as long."""
+
+    __slots__ = ("_before", "_inside", "_watch")
+
+    def __init__(self, watch: CollectiveWatch, unit: int, issue: Callable[[Kind, Tensors], None] | None) -> None:
+        self._watch, self._inside = watch, (unit, issue)
+
+    def __enter__(self) -> None:
+        watch = self._watch
+        self._before = watch.unit, watch.before_issue, watch.after_wait
+        watch.unit, watch.before_issue = self._inside
+        watch.after_wait = None
+
+    def __exit__(self, *_: object) -> None:
+        watch = self._watch
+        watch.unit, watch.before_issue, watch.after_wait = self._before
+
+
 class CollectiveWatch:
     """Observer of c10d that announces calls, waits and ends to the probe.
 
@@ -85,15 +104,9 @@ class CollectiveWatch:
         # asynchronous, ended, and perhaps still to be waited for
         self._ended: weakref.WeakKeyDictionary[AnyWork, Call] = weakref.WeakKeyDictionary()
 
-    @contextmanager
-    def within(self, unit: int, before_issue: Callable[[Kind, Tensors], None] | None = None) -> Iterator[None]:
+    def within(self, unit: int, before_issue: Callable[[Kind, Tensors], None] | None = None) -> _Within:
         """Calls that begin in the body belong to a unit; ``before_issue`` is called with the tensors of each."""
-        before = self.unit, self.before_issue, self.after_wait
-        self.unit, self.before_issue, self.after_wait = unit, before_issue, None
-        try:
-            yield
-        finally:
-            self.unit, self.before_issue, self.after_wait = before
+        return _Within(self, unit, before_issue)
 
     def begin(
         self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, peer: int = -1

@@ -202,7 +202,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     def _post_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
         return self._finish_backward(
-            self._of(group), lambda: _grads_nbytes(group), lambda: original(group, *args, **kwargs)
+            self._of(group), lambda: _torch.full_grads_nbytes(group), lambda: original(group, *args, **kwargs)
         )
 
     def _reduce(self, original: Original, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
@@ -246,13 +246,11 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             if known is not None and known.is_told:
                 continue
             storage = local.untyped_storage()
-            if storage.data_ptr() not in handles:
-                handles[storage.data_ptr()] = BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes())
-            count(local, handles[storage.data_ptr()])
-
-
-def _grads_nbytes(group: ParamGroup) -> int:
-    return sum(grad.nbytes for param in group.fsdp_params for grad in _torch.full_grads_of(param))
+            address = storage.data_ptr()
+            handle = handles.get(address)
+            if handle is None:
+                handle = handles[address] = BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes())
+            count(local, handle)
 
 
 def _dtypes_of(group: ParamGroup) -> tuple[torch.dtype, torch.dtype]:

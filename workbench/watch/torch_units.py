@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class WatchedUnit:
 
     Attributes:
         unit: its description, as last announced.
+        index: of the unit.
         full_nbytes: bytes of the full parameters, padded, in the compute dtype.
         grads_nbytes: announced bytes of full gradients.
         in_backward: whether its backward was announced, and not its end.
@@ -73,11 +74,10 @@ class WatchedUnit:
     in_backward: bool = False
     holds_full: bool = False
     is_synced: bool = True
+    index: int = field(init=False)
 
-    @property
-    def index(self) -> int:
-        """Its unit's index."""
-        return self.unit.index
+    def __post_init__(self) -> None:
+        self.index = self.unit.index
 
     def hold_full(self) -> None:
         """Announce that the full parameters are allocated, unless they were."""
