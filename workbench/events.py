@@ -144,6 +144,7 @@ class KindInfo(ColouredInfo):
         is_collective: its rows have ``comm_group`` and ``comm_seq``; its END may be earlier than the row before it.
         is_point_to_point: it is to or from one other rank. If that is known, its rows have ``comm_group``, whose ranks
             are the sender and the receiver, and ``comm_seq``.
+        has_root: one rank of the group is its source or its destination.
         is_reduction: if the row has a unit, it is a gradient reduction of that unit.
         is_copy: it moves bytes within a rank; on a device, mostly in parallel to compute.
         memory_sign: its ``num_bytes`` of ``category`` are allocated (1) or freed (-1).
@@ -159,6 +160,7 @@ class KindInfo(ColouredInfo):
     is_work: bool = False
     is_collective: bool = False
     is_point_to_point: bool = False
+    has_root: bool = False
     is_reduction: bool = False
     is_copy: bool = False
     memory_sign: int = 0
@@ -221,7 +223,10 @@ class Kind(Word):
         _span("reduce-scatter", Colour.REDUCE_SCATTER, Track.REDUCE_SCATTER, is_collective=True, is_reduction=True),
     )
     ALL_REDUCE = 8, _span("all-reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True, is_reduction=True)
-    BROADCAST = 9, _span("broadcast", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True, is_stop=False)
+    BROADCAST = (
+        9,
+        _span("broadcast", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True, has_root=True, is_stop=False),
+    )
     # into a collective's input
     COPY_IN = 10, _span("copy-in", Colour.COPY_IN, Track.COMPUTE, is_copy=True)
     # out of a collective's output
@@ -256,9 +261,9 @@ class Kind(Word):
     # when a device reached an earlier row: value is the seq of that row, module the name of the stream
     DEVICE = 21, _instant("device", Colour.PLAIN, has_text=True)
     ALL_TO_ALL = 22, _span("all-to-all", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True)
-    REDUCE = 23, _span("reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True)
-    GATHER = 24, _span("gather", Colour.ALL_GATHER, Track.OTHER, is_collective=True)
-    SCATTER = 25, _span("scatter", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True)
+    REDUCE = 23, _span("reduce", Colour.UNSHARDED_GRADS, Track.OTHER, is_collective=True, has_root=True)
+    GATHER = 24, _span("gather", Colour.ALL_GATHER, Track.OTHER, is_collective=True, has_root=True)
+    SCATTER = 25, _span("scatter", Colour.SHARDED_GRADS, Track.OTHER, is_collective=True, has_root=True)
     BARRIER = 26, _span("barrier", Colour.PLAIN, Track.OTHER, is_collective=True)
     SEND = 27, _span("send", Colour.SHARDED_GRADS, Track.OTHER, is_point_to_point=True)
     RECV = 28, _span("recv", Colour.RECEIVED, Track.OTHER, is_point_to_point=True)
@@ -276,6 +281,7 @@ COLLECTIVES = tuple(_kinds(is_collective=True))
 NUMBERED = (*COLLECTIVES, *_kinds(is_point_to_point=True))
 """Kinds whose rows are numbered within a group of ranks, so that those of different ranks belong together."""
 
+ROOTED = tuple(_kinds(has_root=True))
 REDUCTIONS = tuple(_kinds(is_reduction=True))
 WORK = tuple(_kinds(is_work=True))
 BESIDE = tuple(_kinds(is_event=False))
@@ -505,10 +511,17 @@ def unit_words(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Id of the collective of a row: ``seq`` counts the collectives issued on ``group``."""
+    """Id of the collective of a row: ``seq`` counts the collectives issued on ``group``.
+
+    Attributes:
+        dtype: of its payload, ``"float32"``; empty: unknown.
+        root: rank of its source or destination; -1: unknown or none.
+    """
 
     group: int
     seq: int
+    dtype: str = ""
+    root: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

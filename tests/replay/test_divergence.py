@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import example_trace, traces
-from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.events import COLLECTIVES, ROOTED, Edge, Kind
 from workbench.replay.divergence import Divergence, IssuedCall, Parting, first_divergence, is_usual
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import NO_CATEGORY, ROW_DTYPE, GroupInfo, Header
@@ -24,7 +24,8 @@ def rank_of(number, calls, *, first=0, at_ns=0, group=0):
     rows["t_ns"] = at_ns + rows["seq"]
     for row, call in zip(rows, calls, strict=True):
         row["kind"], row["edge"], row["unit"] = call.kind, Edge.BEGIN, call.unit
-        row["num_bytes"] = max(call.num_bytes, 0)
+        row["num_bytes"], row["module"] = max(call.num_bytes, 0), call.dtype
+        row["value"] = np.nan if call.root < 0 else call.root
     return RankTrace(number, rows)
 
 
@@ -78,6 +79,37 @@ def test_payloads_that_may_differ_between_ranks_are_not_compared():
     assert first_divergence(job(rank_of(0, [large]), rank_of(1, [small]))) is None
 
 
+def rooted(root, num_bytes=8, dtype=0, kind=Kind.BROADCAST):
+    return IssuedCall(kind, -1, num_bytes, dtype, root)
+
+
+SUM, COPY = IssuedCall(Kind.ALL_REDUCE, -1, 4), IssuedCall(Kind.ALL_GATHER, -1, 4)
+CALLS = {
+    "another source": ([rooted(0)], [rooted(1)], Parting.ROOT),
+    "another source of the first of two": ([rooted(0), rooted(0)], [rooted(1), rooted(1)], Parting.ROOT),
+    "a source left out": ([rooted(0), rooted(1)], [rooted(1), rooted(2)], Parting.LEFT_OUT),
+    "two sources the other way round": ([rooted(0), rooted(1)], [rooted(1), rooted(0)], Parting.ORDER),
+    "other bytes of the same source": ([rooted(0, 8)], [rooted(0, 16)], Parting.PAYLOAD),
+    "a sum of another dtype, as many bytes": ([replace(SUM, dtype=0)], [replace(SUM, dtype=1)], Parting.PAYLOAD),
+    "a copy of as many bytes": ([replace(COPY, dtype=0)], [replace(COPY, dtype=1)], None),
+    "a copy of other bytes": ([replace(COPY, dtype=0)], [replace(COPY, dtype=1, num_bytes=2)], Parting.PAYLOAD),
+    "a source that is not recorded": ([rooted(-1, dtype=-1)], [rooted(1)], None),
+    "a dtype that is not recorded": ([SUM], [replace(SUM, dtype=1)], None),
+    **{
+        f"another root of {kind.words}": ([rooted(0, kind=kind)], [rooted(2, kind=kind)], Parting.ROOT)
+        for kind in ROOTED
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sources_and_dtypes_are_compared_where_they_must_be_the_same(name):
+    most, other, parting = CALLS[name]
+    found = first_divergence(job(rank_of(0, most), rank_of(1, other), rank_of(2, most)))
+    assert (None if found is None else found.parting) is parting
+    assert found is None or (found.number, found.other_ranks, found.other) == (0, (1,), other[0])
+
+
 def test_calls_that_only_one_rank_has_are_not_compared():
     assert first_divergence(job(rank_of(0, [GATHER, OTHER]), rank_of(1, [OTHER], first=1))) is None
     late = job(rank_of(0, [GATHER]), rank_of(1, [OTHER, OTHER], first=5), rank_of(2, [REDUCE], first=6))
@@ -99,6 +131,11 @@ def test_the_earliest_of_several_groups_is_told():
 def test_whether_a_call_is_usual_after_those_before(names, expected):
     calls = [IssuedCall(Kind.ALL_GATHER, ord(name), 8) for name in names]
     assert is_usual(rank_of(0, calls, first=5), 0, 5 + len(calls) - 1) is expected
+
+
+def test_a_source_that_changes_does_not_tell_what_is_usual():
+    calls = [GATHER, rooted(0), GATHER, rooted(0), GATHER, rooted(1)]
+    assert is_usual(rank_of(0, calls), 0, 5) is True
 
 
 def test_of_two_equal_parties_the_one_that_did_so_before_counts_as_most():

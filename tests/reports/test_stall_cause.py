@@ -74,6 +74,27 @@ def test_another_payload():
     assert found.rule == "other-payload"
 
 
+ROOTS = [
+    (Kind.BROADCAST, "rank 1 issued broadcast with source rank 1, rank 0 with rank 0"),
+    (Kind.GATHER, "rank 1 issued gather with destination rank 1, rank 0 with rank 0"),
+]
+
+
+@pytest.mark.parametrize(("kind", "verdict"), ROOTS)
+def test_another_source_or_destination(kind, verdict):
+    found = cause_of(*(alive(n, {**gather(1, kind=kind, unit=-1), "value": float(n)}) for n in (0, 1)))
+    assert (found.rule, found.verdict) == ("other-root", verdict)
+    assert found.fix == "pass the same src or dst on all ranks"
+
+
+def test_a_payload_is_told_with_its_dtype():
+    calls = [{**gather(1, unit=-1), "num_bytes": 2048 >> n, "module": n} for n in (0, 1)]
+    found = recording(*(alive(n, call) for n, call in enumerate(calls)))
+    header = replace(found.trace.header, strings=("float32", "float16"))
+    cause = where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S).cause
+    assert cause.verdict == "rank 1 issued all-gather with 1.00 KiB of float16, rank 0 with 2.00 KiB of float32"
+
+
 def test_a_rank_whose_batches_were_fewer():
     forwards = [row(Kind.FORWARD, Edge.BEGIN, at, unit=0) for at in (1, 2)]
     done = row(Kind.OPTIMIZER, Edge.BEGIN, 3)
@@ -136,6 +157,8 @@ def test_a_collective_that_all_have_started_and_that_does_not_end():
         "rank 1 waits for broadcast number 4 of group 0, which all of its ranks have started, and rank 0 has ended"
     )
     assert found.fix.startswith("pass the same src or dst on all ranks")
+    found = cause_of(*(alive(n, {**gather(n, **source), "value": 0.0}) for n in (0, 1)))
+    assert found.fix.startswith("see the standard error")
 
 
 def test_the_cause_is_the_headline_and_stands_below_the_headline_and_is_escaped():

@@ -33,9 +33,9 @@ ONE, FOUR = torch.ones(1), torch.ones(4)
 def every_call():
     rank, size = dist.get_rank(), dist.get_world_size()
     parts = [torch.empty(4) for _ in range(size)]
-    dist.broadcast(FOUR.clone(), 0)
+    dist.broadcast(FOUR.clone(), 1)
     dist.all_reduce(FOUR.clone())
-    dist.reduce(FOUR.clone(), 0)
+    dist.reduce(FOUR.clone(), 1)
     dist.all_gather(parts, FOUR)
     dist.all_gather_single(torch.empty(4 * size), FOUR)
     dist.gather(FOUR, parts if rank == 0 else None)
@@ -62,6 +62,9 @@ CALLS = [
 ]
 
 
+ROOT = {Kind.BROADCAST: 1, Kind.REDUCE: 1, Kind.GATHER: 0, Kind.SCATTER: 0}
+
+
 def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
     trace = watch(2, every_call).trace
     group, pair = trace.header.comm_groups
@@ -76,6 +79,8 @@ def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
         assert [row for row in rows if row[0] not in (Kind.GATHER, Kind.SCATTER, Kind.BARRIER)] == CALLS
         assert [kind for kind, _ in rows[5:7]] == [Kind.GATHER, Kind.SCATTER]
         assert rows[-1][0] == Kind.BARRIER
+        assert begins["value"].tolist() == pytest.approx([ROOT.get(kind, np.nan) for kind, _ in rows], nan_ok=True)
+        assert {trace.header.strings[at] for at in begins["module"][:-1]} == {"float32"}
         own = Kind.SEND if rank.rank == 0 else Kind.RECV
         peer = rank.rows[rank.rows["kind"] == own]
         assert peer["edge"].tolist() == [Edge.BEGIN, Edge.END]
@@ -120,6 +125,24 @@ def test_calls_between_two_ranks_are_numbered_in_each_direction_of_each_group():
     ]
     assert calls_of(3) == [(Kind.RECV, there, 0), (Kind.RECV, there, 1), (Kind.SEND, "rank 3 to rank 1", 0)]
     assert calls_of(2) == [(Kind.RECV, "", -1)]
+
+
+def from_a_rank_of_a_group():
+    group = dist.new_group([2, 1])
+    if dist.get_rank():
+        dist.broadcast(FOUR.to(torch.float16), src=2, group=group)
+        dist.broadcast(FOUR.clone(), group_src=0, group=group)
+        funcol.broadcast(FOUR.clone(), 0, group).tolist()
+
+
+def test_the_source_is_a_rank_of_the_job():
+    trace = watch(3, from_a_rank_of_a_group).trace
+    for number in (1, 2):
+        rows = trace.rank(number).rows
+        rows = rows[(rows["kind"] == Kind.BROADCAST) & (rows["edge"] == Edge.BEGIN)]
+        first = min(trace.header.comm_groups[rows["comm_group"][0]].ranks)
+        assert rows["value"].tolist() == [2, first, first]
+        assert [trace.header.strings[at] for at in rows["module"]] == ["float16", "float32", "float32"]
 
 
 def asynchronous():

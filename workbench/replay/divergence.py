@@ -14,16 +14,21 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import COLLECTIVES, NUMBERED, Edge, Kind
+from workbench.events import COLLECTIVES, NUMBERED, ROOTED, Edge, Kind
 from workbench.replay.passes import BegunPass, passes_before
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 
-_ALIKE = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.BROADCAST)
+_ALIKE = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, *ROOTED)
 """Kinds whose payload is the same on all ranks."""
 
+_CALCULATING = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.REDUCE)
+"""Kinds whose dtype must be the same too; the others copy bytes, whatever they mean."""
+
 # indexed by the column ``kind``
-_IS_ALIKE, _IS_COLLECTIVE, _IS_NUMBERED = (np.isin(np.arange(256), kinds) for kinds in (_ALIKE, COLLECTIVES, NUMBERED))
+_IS_ALIKE, _IS_CALCULATING, _IS_ROOTED, _IS_COLLECTIVE, _IS_NUMBERED = (
+    np.isin(np.arange(256), kinds) for kinds in (_ALIKE, _CALCULATING, ROOTED, COLLECTIVES, NUMBERED)
+)
 
 _CONTEXTS = (32, 8, 2)
 """Numbers of calls that tell what usually follows them, the longest first."""
@@ -36,6 +41,7 @@ class Parting(Enum):
     ORDER = "in another order"
     # the same kind and unit
     PAYLOAD = "with another payload"
+    ROOT = "with another source or destination"
     # one party issued what the other left out
     EXTRA = "which the others leave out"
     LEFT_OUT = "where the others issue one more"
@@ -51,11 +57,15 @@ class IssuedCall:
         kind: Kind.
         unit: unit index; -1 none.
         num_bytes: payload; -1 for kinds whose payload may differ between ranks.
+        dtype: of the payload, as index into :attr:`Header.strings`; -1: unknown.
+        root: rank of the source or the destination; -1: unknown or none.
     """
 
     kind: Kind
     unit: int
     num_bytes: int = -1
+    dtype: int = -1
+    root: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +152,8 @@ def is_usual(part: RankTrace, group: int, number: int) -> bool | None:
     if not len(at):
         return None
     rows = rows[: at[0] + 1]
-    _, codes = np.unique(np.column_stack([rows["comm_group"], _codes(rows)]), axis=0, return_inverse=True)
+    what = _codes(rows)[:, : _UNKNOWABLE[-1]]  # a root may be drawn
+    _, codes = np.unique(np.column_stack([rows["comm_group"], what]), axis=0, return_inverse=True)
     codes = codes.reshape(-1)
     for length in (length for length in _CONTEXTS if length < len(codes) - 1):
         windows = np.lib.stride_tricks.sliding_window_view(codes[:-2], length)
@@ -206,15 +217,22 @@ def _of_group(issued: Rows, group: int) -> Rows:
     return rows
 
 
+_UNKNOWABLE = (1, 3, 4)
+"""Columns of the codes of which -1 equals any value: unit, dtype and root."""
+
+
 def _codes(calls: Rows) -> NDArray[np.int64]:
-    """Return what must be the same on all ranks, ``[N, 3]``: kind, unit, and bytes where they must."""
-    num_bytes = np.where(_IS_ALIKE[calls["kind"]], calls["num_bytes"], -1)
-    return np.stack([calls["kind"].astype(np.int64), calls["unit"].astype(np.int64), num_bytes], axis=1)
+    """Return what must be the same on all ranks, ``[N, 5]``: kind, unit, bytes, dtype, root; -1 where it need not."""
+    kind, unit = calls["kind"], calls["unit"].astype(np.int64)
+    num_bytes = np.where(_IS_ALIKE[kind], calls["num_bytes"], -1)
+    dtype = np.where(_IS_CALCULATING[kind], calls["module"], -1)
+    root = np.where(_IS_ROOTED[kind], np.nan_to_num(calls["value"], nan=-1), -1).astype(np.int64)
+    return np.stack([kind.astype(np.int64), unit, num_bytes, dtype, root], axis=1)
 
 
 def _first_number(of_ranks: Iterable[Rows]) -> int | None:
     """Return the lowest number under which two ranks issued different calls."""
-    numbers, codes = np.empty(0, np.int64), np.empty((0, 3), np.int64)  # of the first rank that has each
+    numbers, codes = np.empty(0, np.int64), np.empty((0, 5), np.int64)  # of the first rank that has each
     lowest: int | None = None
     for calls in of_ranks:
         own, own_codes = calls["comm_seq"].astype(np.int64), _codes(calls)
@@ -228,12 +246,12 @@ def _first_number(of_ranks: Iterable[Rows]) -> int | None:
 
 
 def _differ(codes: NDArray[np.int64], others: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return which calls differ, ``[N]``; a call without a unit may take the place of a unit's.
+    """Return which calls differ, ``[N]``; what is unknown does not, and a call without a unit may take a unit's place.
 
     A rank without a batch does so within ``torch.distributed.algorithms.Join``.
     """
     found = codes != others
-    found[:, 1] &= (codes[:, 1] >= 0) & (others[:, 1] >= 0)
+    found[:, _UNKNOWABLE] &= (codes[:, _UNKNOWABLE] >= 0) & (others[:, _UNKNOWABLE] >= 0)
     differ: NDArray[np.bool_] = found.any(axis=1)
     return differ
 
@@ -266,17 +284,23 @@ def _call_of(calls: Rows, number: int) -> IssuedCall | None:
 
 
 def _call(row: np.void) -> IssuedCall:
-    num_bytes = int(row["num_bytes"]) if row["kind"] in _ALIKE else -1
-    return IssuedCall(Kind(row["kind"]), int(row["unit"]), num_bytes)
+    kind = Kind(row["kind"])
+    root = int(row["value"]) if kind in ROOTED and not np.isnan(row["value"]) else -1
+    if kind not in _ALIKE:
+        return IssuedCall(kind, int(row["unit"]))
+    return IssuedCall(kind, int(row["unit"]), int(row["num_bytes"]), int(row["module"]), root)
 
 
 def _parting(
     most: IssuedCall, other: IssuedCall, after_most: IssuedCall | None, after_other: IssuedCall | None
 ) -> Parting:
-    if (most.kind, most.unit) == (other.kind, other.unit):
+    is_same = (most.kind, most.unit) == (other.kind, other.unit)
+    if is_same and most.root == other.root:
         return Parting.PAYLOAD
     if after_most == other and after_other == most:
         return Parting.ORDER
     if after_other == most:
         return Parting.EXTRA
-    return Parting.LEFT_OUT if after_most == other else Parting.UNKNOWN
+    if after_most == other:
+        return Parting.LEFT_OUT
+    return Parting.ROOT if is_same else Parting.UNKNOWN

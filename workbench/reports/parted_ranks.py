@@ -19,14 +19,16 @@ from workbench.trace.step_names import step_name
 SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
 SAME_BATCHES = "give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)"
 _SAME_PASSES = "let all ranks run the same forwards and backwards in each step, whatever their data"
+SAME_ROOT = "pass the same src or dst on all ranks"
 _FIX = {
     Parting.ORDER: "let all ranks run the same units in the same order",
     Parting.PAYLOAD: "pass tensors of the same shape and dtype on all ranks",
+    Parting.ROOT: SAME_ROOT,
     Parting.EXTRA: SAME_CALLS,
     Parting.LEFT_OUT: SAME_CALLS,
     Parting.UNKNOWN: SAME_CALLS,
 }
-_RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload"}
+_RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload", Parting.ROOT: "other-root"}
 
 
 def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunPosition]) -> Fault:
@@ -67,8 +69,12 @@ class _Words:
         at, there = self._line(found.other_ranks), self._line(found.most_ranks)
         match found.parting:
             case Parting.PAYLOAD:
-                sizes = format_bytes(found.other.num_bytes), format_bytes(found.most.num_bytes)
+                sizes = self._payload(found.other), self._payload(found.most)
                 verdict = f"{mine} issued {other} with {sizes[0]}{at}, {theirs} with {sizes[1]}{there}"
+            case Parting.ROOT:
+                to = "source" if found.most.kind in (Kind.BROADCAST, Kind.SCATTER) else "destination"
+                roots = found.other.root, found.most.root
+                verdict = f"{mine} issued {other} with {to} rank {roots[0]}{at}, {theirs} with rank {roots[1]}{there}"
             case Parting.ORDER:
                 verdict = f"{mine} issued {other}{at} before {most}, {theirs} the other way round{there}"
             case Parting.EXTRA:
@@ -79,6 +85,11 @@ class _Words:
                 verdict = f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
+
+    def _payload(self, call: IssuedCall) -> str:
+        """Return the payload of a call as text: ``"2.00 KiB of float32"``."""
+        size = format_bytes(call.num_bytes)
+        return f"{size} of {self._header.strings[call.dtype]}" if call.dtype >= 0 else size
 
     def of_passes(self, place: int) -> Fault:
         """Return the fault that forwards or backwards differ, the first one at ``place``."""

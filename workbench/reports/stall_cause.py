@@ -24,6 +24,7 @@ from workbench.reports.ended_ranks import TOGETHER_NS, ends_words, first_end, fi
 from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     SAME_BATCHES,
+    SAME_ROOT,
     divergence_fault,
     frame_lines,
     progress_words,
@@ -247,15 +248,21 @@ class _Waits:
         ranks, wait = label([each.rank for each in alike]), "wait" if len(alike) > 1 else "waits"
         words = pending_words(pending, unit_names(self.trace.header))
         left = f", and {label(ended)} {_has(ended)} ended" if ended else ""
-        has_root = pending.kind in (Kind.BROADCAST, Kind.REDUCE, Kind.GATHER, Kind.SCATTER)
+        is_root_unknown = pending.kind.info.has_root and not self._roots(names.index(pending.group), pending.number)
         return Fault(
             rule="stuck-collective",
             verdict=f"{ranks} {wait} for {words}, which all of its ranks have started{left}{_places(alike, ', in ')}",
             evidence=(*self._wait_lines(stuck), *frame_lines(stuck)),
-            fix="pass the same src or dst on all ranks: which one each has passed is not recorded"
-            if has_root
+            fix=f"{SAME_ROOT}: which one each has passed is not recorded"
+            if is_root_unknown
             else "see the standard error of these ranks, and what their network or devices do: their calls agree",
         )
+
+    def _roots(self, group: int, number: int) -> set[int]:
+        """Return the ranks that are the source or destination of a collective, as far as they are recorded."""
+        rows = (part.rows[part.rows["edge"] == Edge.BEGIN] for part in self.trace.ranks)
+        values = (own["value"][(own["comm_group"] == group) & (own["comm_seq"] == number)] for own in rows)
+        return {int(value) for of_rank in values for value in of_rank if value >= 0}
 
     def _ended(self, group: int, number: int) -> list[int]:
         """Return the ranks on which a collective has ended."""

@@ -177,10 +177,14 @@ class Recorder:
             if pair in self._begun_unrecorded and self.is_recording and kind != Kind.WAIT:
                 self._begun_unrecorded.discard(pair)  # aborted off the record; this is its end
                 return
+        dtype, root = -1, _NAN
+        if comm is not None and edge == Edge.BEGIN and kind != Kind.WAIT:
+            dtype = self._intern(comm.dtype) if comm.dtype else -1
+            root = _NAN if comm.root < 0 else float(comm.root)
         if self.device_clock is None:
-            self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns)
+            self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns, module=dtype, value=root)
         else:
-            self._append_marked(kind, edge, unit, num_bytes, comm=pair)
+            self._append_marked(kind, edge, unit, num_bytes, comm=pair, module=dtype, value=root)
         if self.on_issue is not None and edge == Edge.BEGIN and kind in NUMBERED:
             self.on_issue((kind, unit, num_bytes, pair[1]))
 
@@ -414,16 +418,25 @@ class Recorder:
                 self._append_marked(Kind.UNSHARD, Edge.END, unit, 0)
 
     def _append_marked(
-        self, kind: int, edge: int, unit: int, num_bytes: int, *, comm: tuple[int, int] = (-1, -1)
+        self,
+        kind: int,
+        edge: int,
+        unit: int,
+        num_bytes: int,
+        *,
+        comm: tuple[int, int] = (-1, -1),
+        module: int = -1,
+        value: float = _NAN,
     ) -> None:
         """Record an event, and mark it on the device; without the lock, as a device with a full queue blocks marks."""
         clock = self.device_clock
         if clock is None or not self.is_recording:
-            self._append(kind, edge, unit, num_bytes, comm=comm)
+            self._append(kind, edge, unit, num_bytes, comm=comm, module=module, value=value)
             return
         ends = kind in NUMBERED and edge == Edge.END
         mark = (self._ends.pop(comm, None) if ends else None) or clock.mark()
-        mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=clock.now_ns() if ends else mark.made_ns)
+        t_ns = clock.now_ns() if ends else mark.made_ns
+        mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=t_ns, module=module, value=value)
 
     def _take_marks(self, clock: DeviceClock) -> None:
         """Record the marks that the device has reached since the last call; none while off the record."""

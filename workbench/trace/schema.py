@@ -30,9 +30,14 @@ ROW_DTYPE = np.dtype(
         ("seq", "<i8"),  # gap-free per rank, from 0
         ("t_ns", "<i8"),  # monotonic; an END, or DEVICE, may be earlier than the row before it
         ("num_bytes", "<i8"),  # payload of a collective or copy; signed delta of ALLOC / FREE; of RESIDENT; else 0
-        ("value", "<f8"),  # METRIC: number logged; DEVICE: seq of its row; END of READERS: the last rank; else NaN
+        # METRIC: number logged; DEVICE: seq of its row; END of READERS: the last rank; BEGIN of a collective: the rank
+        # that is its source or destination; else NaN
+        ("value", "<f8"),
         ("step", "<i4"),  # training step, from 0; -1 outside any step
-        ("module", "<i4"),  # index into Header.strings: metric name, log text, stream of a device; -1 none
+        (
+            "module",
+            "<i4",
+        ),  # index into Header.strings: metric, text, stream of a device, dtype of a collective; -1 none
         ("comm_seq", "<i4"),  # n-th collective issued on comm_group; pairs it across ranks; -1 none
         ("unit", "<i2"),  # index into Header.units; -1 none
         ("comm_group", "<i2"),  # index into Header.comm_groups; -1 none

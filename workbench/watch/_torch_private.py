@@ -73,7 +73,7 @@ class CallObserver(Protocol):
     """Observer of c10d's calls on this process."""
 
     def begin(
-        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, peer: int = -1
+        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, root: int = -1
     ) -> object:
         """Receive a call before it is made; return what identifies it. May block or raise: then it is not made.
 
@@ -82,7 +82,8 @@ class CallObserver(Protocol):
             kind: its kind.
             tensors: its tensors.
             is_async: whether it is made to return at once.
-            peer: rank, within the group, to which this rank sends or from which it receives; -1: unknown or none.
+            root: rank, within the group, that is the source or the destination of the call, or to which this rank sends
+                or from which it receives; -1: unknown or none.
         """
 
     def issued(self, call: Any, work: AnyWork | None) -> None:  # noqa: ANN401 - what begin returned
@@ -236,8 +237,7 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver, changes: Patches) ->
         kind, group = _BY_HOOK[call.name.name], alive()
         if kind is not None and group is not None:
             tensors = Tensors(call.input_tensors, call.output_tensors)
-            peer = call.root if kind.info.is_point_to_point else -1
-            calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op, peer=peer)
+            calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op, root=call.root)
 
     def post(call: Any) -> None:  # noqa: ANN401 - PostHookArgs
         if call.op_id in calls:
@@ -254,8 +254,9 @@ def _reporting(
         tensors = Tensors(_tensors(args[outputs : outputs + inputs]), _tensors(args[:outputs]))
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
-        peer = options[0] if kind.info.is_point_to_point and names_peer else -1
-        one = observer.begin(group, kind, tensors, is_async=is_async, peer=peer)
+        numbers = [getattr(each, "rootRank", each) for each in options]  # its options, or the number alone
+        root = next((each for each in numbers if type(each) is int), -1) if names_peer else -1
+        one = observer.begin(group, kind, tensors, is_async=is_async, root=root)
         work = original(group, *args, **kwargs)
         observer.issued(one, work)
         return work
@@ -298,7 +299,8 @@ def _calling(observer: CallObserver, kind: Kind) -> Callable[..., Any]:
             return original(*args, **kwargs)
         group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
         gathered = given * group.size() if kind is Kind.ALL_GATHER else ()
-        one = observer.begin(group, kind, Tensors(given, gathered), is_async=True)
+        root = kwargs.get("src", args[1] if len(args) > 1 else -1) if kind.info.has_root else -1
+        one = observer.begin(group, kind, Tensors(given, gathered), is_async=True, root=root)
         result = original(*args, **kwargs)
         if one is not None:
             observer.issued(one, FunctionalWork())

@@ -109,7 +109,7 @@ class CollectiveWatch:
         return _Within(self, unit, before_issue)
 
     def begin(
-        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, peer: int = -1
+        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, root: int = -1
     ) -> Call | None:
         """Announce that a call begins; if it raises then, it has no end."""
         if probe.active is None or self.is_paused:
@@ -125,11 +125,18 @@ class CollectiveWatch:
             self._end_synchronous()
             self.settle()
         comm = None
-        numbered = self._between(group, kind, peer) if kind.info.is_point_to_point else known
-        if numbered is not None and numbered.index is not None:
-            comm = Comm(group=numbered.index, seq=numbered.issued)
-            numbered.issued += 1
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
+        numbered = self._between(group, kind, root) if kind.info.is_point_to_point else known
+        if numbered is not None and numbered.index is not None:
+            dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in paid)
+            of_group = kind.info.has_root and root >= 0
+            comm = Comm(
+                group=numbered.index,
+                seq=numbered.issued,
+                dtype=", ".join(dtypes),
+                root=(ranks_of(group) or range(group.size()))[root] if of_group else -1,
+            )
+            numbered.issued += 1
         on_device = any(not tensor.is_cpu for tensor in paid)
         call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
         if HAS_HOOKS and is_async:  # else only a functional collective fills what is waited for by its memory
