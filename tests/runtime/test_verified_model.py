@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_module
 
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_faults import make, prepare, report_of, train, verified
+from tests.runtime.test_verify_recipes import SETUP
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify
 from workbench.runtime import rank as rank_module
@@ -107,12 +107,11 @@ def refusal():
         return str(error)
 
 
-def split_parameters_are_refused():
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = make()
-    parallelize_module(model, mesh["tp"], {"0.up": ColwiseParallel()})
-    namespace()["model"] = fully_shard(model, mesh=mesh["dp"])
-    namespace()["train_step"] = train
+def one_mesh_is_refused():
+    ns, dims = namespace(), {"dp_mesh_dims": DataParallelMeshDims(shard="dp")}
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = distribute_module(make(), mesh)
+    ns["model"], ns["train_step"] = fully_shard(model, mesh=mesh, **dims), train
     rank_module._after_cell(None)
     return refusal()
 
@@ -130,10 +129,107 @@ def other_gradients_are_refused():
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (split_parameters_are_refused, "'0.up.weight' of 'model' is split by tensor parallelism"),
+        (one_mesh_is_refused, "pass fully_shard the data-parallel part of the mesh, such as mesh['dp']"),
         (other_gradients_are_refused, "hold gradients or optimizer state of different parameters"),
     ],
 )
 def test_what_cannot_be_verified_is_refused(refused, words):
     for text in run(2, refused):
         assert words in text
+
+
+# ---- split by tensor parallelism too
+
+TWO_D = """
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from {engine} import MixedPrecisionPolicy, fully_shard
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+    def normed(self, x):
+        return self.norm(x)
+    def forward(self, x):
+        return x + self.down(F.relu(self.up(self.normed(x))))
+class Gained(Block):
+    # each rank scales half of the rows by a gain, of which all have a copy
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+    def normed(self, x):
+        mine = DTensor.from_local(self.norm(x), tp, [Replicate()]).redistribute(placements=[Shard(0)]).to_local()
+        gain = self.gain.to_local(**({{"grad_placements": [Partial()]}} if SUMS else {{}}))
+        return DTensor.from_local(mine * gain, tp, [Shard(0)]).full_tensor()
+SUMS, kinds, shape, mixed = True, (Block, Block), (2, 2), {{}}
+plan = {{"up": ColwiseParallel(), "down": RowwiseParallel()}}
+{before}
+names = ("dp", "tp") if len(shape) == 2 else ("copies", "dp", "tp")
+mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+tp, dp = mesh["tp"], mesh["dp"] if len(shape) == 2 else mesh["copies", "dp"]
+torch.manual_seed(0)
+model = nn.Sequential(*(kind() for kind in kinds), nn.Linear(8, 4))
+stale = list(model[0].parameters())
+for block in model[:-1]:
+    parallelize_module(block, tp, plan)
+    if hasattr(block, "gain"):
+        block.gain = nn.Parameter(distribute_tensor(block.gain.data, tp, [Replicate()]))
+    fully_shard(block, mesh=dp, **mixed)
+fully_shard(model, mesh=dp, **mixed)
+params = list(model.parameters())
+opt = torch.optim.AdamW(params, lr=1e-2)
+x = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank // 2))
+scale = 1.0
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+{after}
+def train_step():
+    loss = scale * model(x).float().square().mean()
+    loss.backward()
+    {step}
+    opt.zero_grad()
+    return loss.item()
+"""
+SOUND = {
+    "columns and rows": {},
+    "a copied parameter": {"before": "kinds = (Block, Gained)"},
+    "bfloat16": {"before": "mixed = dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"},
+    "copies": {"before": "shape = (2, 1, 2)"},
+    "SGD": {"after": "opt = torch.optim.SGD(params, 0.1, momentum=0.9)"},
+    "rows alone": {"before": "plan = {'down': RowwiseParallel(input_layouts=Replicate())}"},
+}
+FAULTY = {
+    "lr": ({"after": "opt.param_groups[0]['lr'] *= 1 + (rank == 1)"}, "other-settings", "lr is 0.02 on rank 1"),
+    "stale": ({"after": "opt = torch.optim.AdamW(params[len(stale):], 1e-2)"}, "stale-optimizer", "unit 0"),
+    "negated": (
+        {"step": "if rank == 1: local(list(model.parameters())[2].grad).neg_()\n    opt.step()"},
+        "other-gradients",
+        "rank 1",
+    ),
+    "lr of one copy": (
+        {"before": "shape = (1, 4)", "after": "opt.param_groups[0]['lr'] *= 1 + (rank == 1)"},
+        "other-settings",
+        "lr is 0.02 on rank 1",
+    ),
+    "a missing sum": (
+        {"before": "kinds, SUMS = (Block, Gained), False"},
+        "uneven-copies",
+        "copies of 1.gain on ranks 0-3",
+    ),
+}
+
+
+def two_d(engine, rows):
+    found = []
+    for row in rows:
+        fields = {"before": "", "after": "", "step": "opt.step()"} | row
+        exec(SETUP + TWO_D.format(engine=engine, **fields), namespace())
+        rank_module._after_cell(None)
+        try:
+            execute(Step(count=2))
+            found.append(execute(Verify()))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found

@@ -949,12 +949,12 @@ class ReplicaSum:
 
     Attributes:
         unit: the unit.
-        shard_rank: index of these shards: ranks with the same index should have equal shards.
+        first_rank: lowest of the ranks that should have equal shards.
         crc32: CRC-32 of their bytes.
     """
 
     unit: str
-    shard_rank: int
+    first_rank: int
     crc32: int
 
 
@@ -1033,6 +1033,8 @@ class VerifyReply(StepComparison):
         unmanaged: state that the engine does not manage, before the step.
         differences: where the steps differ; None: they do not.
         replicas: checksums of units with several copies.
+        uneven_copies: parameters that tensor parallelism copies and of which this rank's copy moved otherwise than
+            another rank's.
         left_out: units or modules with gradients whose parameters are in no optimizer and did not move, though others
             did, with their noun: ``unit 0``.
         counters: numbers of steps in the optimizers' state before the step, of parameters of which this rank has rows.
@@ -1050,6 +1052,7 @@ class VerifyReply(StepComparison):
     unmanaged: UnmanagedState = field(default_factory=UnmanagedState)
     differences: StepDifferences | None = None
     replicas: tuple[ReplicaSum, ...] = ()
+    uneven_copies: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     counters: tuple[StepCounter, ...] = ()
     reset: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ from workbench.reports.lint_faults import lint_faults
 from workbench.reports.repeat_faults import first_repeated, repeat_faults
 from workbench.reports.report import Report
 from workbench.reports.stop_positions import live_units
-from workbench.reports.verify_faults import DATA, DRIFT, FirstDifference, faults_of, first_differences
+from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
 from workbench.text_formats import format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.schema import Header, HostClock
 
@@ -800,7 +800,7 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         loss_sharded=_mean([verified.loss_sharded for verified in by_rank]),
         loss_reference=_mean([verified.loss_reference for verified in by_rank]),
         equal_bits=min(verified.equal_bits for verified in by_rank),
-        ok=all(verified.ok for verified in by_rank) and not any(fault.rule == DRIFT for fault in faults),
+        ok=all(verified.ok for verified in by_rank) and not any(fault.rule in {DRIFT, UNEVEN_COPIES} for fault in faults),
         tolerance=worst.tolerance,
         not_finite=worst.not_finite,
         undecided=worst.undecided,

@@ -19,8 +19,8 @@ from workbench.text_formats import plural
 DATA = "different-data"
 """Rule of a fault with which nothing can be compared."""
 
-DRIFT = "drifting-replica"
-"""Rule of a fault with which the comparison holds, and the model is still not one."""
+DRIFT, UNEVEN_COPIES = "drifting-replica", "uneven-copies"
+"""Rules of faults with which the comparison holds, and the model is still not one."""
 
 _CLOSE = 5e-3  # relative difference of two numbers that count as equal
 
@@ -33,13 +33,15 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     differences = [reply.differences for reply in by_rank if reply.differences is not None]
     differ = len(differences) == len(by_rank)
     causes = [fault for cause in CAUSES if differ and (fault := cause(differences)) is not None]
-    first = [_other_targets, _own_not_finite, *([_settings] if differ else [])]
+    first = [_other_targets, _own_not_finite, *([_settings] if differ or any(reply.uneven_copies for reply in by_rank) else [])]
     causes = [*(f for f in causes if f.rule == DATA), *filter(None, (cause(by_rank) for cause in first)), *causes]
     if differ and not causes and _drift(by_rank) is None:
         causes = list(filter(None, [_copies_differ(by_rank)]))
     counters = _counters(by_rank)
     if counters is not None:
         causes = [*(fault for fault in causes if fault.rule in _BEFORE_COUNTERS), counters]
+    if not causes:
+        causes = list(filter(None, [_uneven_copies(by_rank)]))
     found = [_drift(by_rank), *causes[:1], _left_out(by_rank)]  # further causes may be consequences
     return tuple(fault for fault in found if fault is not None)
 
@@ -185,10 +187,10 @@ def _own_not_finite(by_rank: Sequence[VerifyReply]) -> Fault | None:
 
 def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
     """Find optimizers with other options on other ranks."""
-    if not _average_together(by_rank):
-        return None
+    are_copies = any(reply.uneven_copies for reply in by_rank)  # of tensor parallelism, on ranks with other data or not
+    together = [tuple(range(len(by_rank)))] if are_copies or _average_together(by_rank) else _peers(by_rank)
     names = [name for name in by_rank[0].settings if all(name in reply.settings for reply in by_rank)]
-    differing = [name for name in names if len({reply.settings[name] for reply in by_rank}) > 1]
+    differing = [n for n in names if any(len({by_rank[rank].settings[n] for rank in ranks}) > 1 for ranks in together)]
     if not differing:
         return None
     values = [reply.settings[differing[0]] for reply in by_rank]
@@ -213,6 +215,18 @@ def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
         ),
         fix=f"give every rank's optimizer the same {option}",
     )
+
+
+def _peers(by_rank: Sequence[VerifyReply]) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that average all of their gradients, of the same parameters, with each other alone."""
+    alone: dict[int, tuple[int, ...]] = {}
+    for rank, reply in enumerate(by_rank):
+        groups = {step.peers for step in reply.copy}
+        if len(groups) == 1:
+            alone[rank] = groups.pop()
+    names = [tuple(step.name for step in reply.copy) for reply in by_rank]
+    groups = {ranks for ranks in alone.values() if ranks and all(alone.get(rank) == ranks for rank in ranks)}
+    return [ranks for ranks in sorted(groups) if len({names[rank] for rank in ranks}) == 1]
 
 
 def _average_together(by_rank: Sequence[VerifyReply]) -> bool:
@@ -533,7 +547,7 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
     groups: dict[tuple[str, int], dict[int, list[int]]] = {}
     for rank, reply in enumerate(by_rank):
         for each in reply.replicas:
-            groups.setdefault((each.unit, each.shard_rank), {}).setdefault(each.crc32, []).append(rank)
+            groups.setdefault((each.unit, each.first_rank), {}).setdefault(each.crc32, []).append(rank)
     differing = {key: list(sums.values()) for key, sums in groups.items() if len(sums) > 1}
     if not differing:
         return None
@@ -548,6 +562,22 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
         evidence=tuple(texts[:4]),
         fix="load one checkpoint on every rank, and let all ranks reduce: no no_sync() left on, and with fully_shard "
         "model.set_requires_all_reduce(True)",
+    )
+
+
+def _uneven_copies(by_rank: Sequence[VerifyReply]) -> Fault | None:
+    """Find parameters of which tensor parallelism gave each rank a copy, and whose copies get other gradients."""
+    names = list(dict.fromkeys(name for reply in by_rank for name in reply.uneven_copies))
+    if not names:
+        return None
+    ranks = label([rank for rank, reply in enumerate(by_rank) if names[0] in reply.uneven_copies])
+    return Fault(
+        rule=UNEVEN_COPIES,
+        verdict=f"the copies of {names[0]} on {ranks}, which tensor parallelism keeps equal, moved apart in this step"
+        + (f", and so did those of {plural(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""),
+        evidence=(f"other updates on these ranks: {listed(names)}",),
+        fix="sum their gradients over the ranks of tensor parallelism, as DTensor does by itself, and after "
+        "weight.to_local() only with weight.to_local(grad_placements=[Partial()])",
     )
 
 

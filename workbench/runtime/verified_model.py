@@ -31,7 +31,7 @@ from workbench.engine.fsdp_state import roots_below, states_below, units_of
 from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean, named_params
 from workbench.engine.param_group import FSDPParamGroup
-from workbench.engine.unsharding import copied, full_tensor, plain_copy
+from workbench.engine.unsharding import copied, full_tensor, plain_copy, state_like
 from workbench.errors import UsageError
 from workbench.events import ParamTensors, Unit, unit_words
 from workbench.protocol.commands import ReplicaSum, UnmanagedState
@@ -156,22 +156,22 @@ class VerifiedModel(ABC):
         """The parts of the model that the engine does not manage."""
 
     @abstractmethod
-    def num_replicas(self, unit: int) -> int:
-        """Return the number of ranks that hold the same shard of a unit as this one."""
+    def replicas(self, unit: int) -> Sequence[int]:
+        """Return the ranks that hold the same shard of a unit as this one."""
 
     def replica_sums(self) -> tuple[ReplicaSum, ...]:
         """Return the checksums of the shards of units that several groups of ranks have a copy of."""
         found = []
         for unit in self.units:
-            if self.num_replicas(unit.index) > 1:
+            replicas = self.replicas(unit.index)
+            if len(replicas) > 1:
                 tensors = self.tensors(unit.index).values()
                 own = {id(each.shard): each.shard for each in tensors if isinstance(each.shard, torch.Tensor)}.values()
                 crc = 0
                 for each in own:
                     local = local_tensor(each).detach().cpu().contiguous().reshape(-1)
                     crc = zlib.crc32(local.view(torch.uint8).numpy().tobytes(), crc) if local.numel() else crc
-                rank = next((each.shard_rank for each in tensors), 0)
-                found.append(ReplicaSum(unit=unit_words(unit.name), shard_rank=rank, crc32=crc))
+                found.append(ReplicaSum(unit=unit_words(unit.name), first_rank=min(replicas), crc32=crc))
         return tuple(found)
 
 
@@ -304,9 +304,10 @@ class OwnModel(VerifiedModel):
         """The parts of the model that the engine does not manage."""
         return unmanaged_in(self.model)
 
-    def num_replicas(self, unit: int) -> int:
-        """Return the number of ranks that hold the same shard of a unit as this one."""
-        return self._groups[unit].describe().replicate_size
+    def replicas(self, unit: int) -> Sequence[int]:
+        """Return the ranks that hold the same shard of a unit as this one."""
+        group = self._groups[unit].mesh_info.replicate_group
+        return () if group is None else group.ranks
 
 
 def _has_unreduced_grads(unit: FSDPParamGroup) -> bool:
@@ -356,7 +357,7 @@ class TorchModel(VerifiedModel):
     """A model that torch's ``fully_shard`` runs.
 
     Raises:
-        UsageError: tensor parallelism splits it.
+        UsageError: ``fully_shard`` got one mesh for it and for tensor parallelism.
     """
 
     def __init__(self, name: str, model: nn.Module, rank: RankContext) -> None:
@@ -365,11 +366,10 @@ class TorchModel(VerifiedModel):
         self._largest = rank.groups.largest
         self._groups = {group: path for path, group in _torch_private.groups_below(model)}
         self.units = rank.watch.units_of(model)
-        split = [param.fqn for unit in self.units for param in unit.params if param.shape != param.global_shape]
-        if split:
+        if any(_torch_private.is_on_one_mesh(param) for group in self._groups for param in group.fsdp_params):
             raise UsageError(
-                f"{split[0]!r} of {name!r} is split by tensor parallelism, which verify knows for models of the "
-                f"workbench's engine alone: %fsdp shard {name}"
+                f"fully_shard shards {name!r} over a mesh that has the dimensions of tensor parallelism too, which "
+                "verify does not know: pass fully_shard the data-parallel part of the mesh, such as mesh['dp']"
             )
         self._replicas = {
             unit.index: layout.replicas or () for unit in self.units if (layout := rank.watch.layout_of(unit))
@@ -382,24 +382,31 @@ class TorchModel(VerifiedModel):
             if isinstance(module, torchs.FSDPModule):
                 module.reshard()
 
+    @property
+    def _managed(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
+        """The parameters of units with their names, and what ``fully_shard`` knows of each."""
+        params = {id(each.sharded_param): each for group in self._groups for each in group.fsdp_params}
+        named = named_params(self.model)
+        yield from ((name, param, params[id(param)]) for name, param in named if id(param) in params)
+
     @torch.no_grad()
     def copy(self, memo: dict[int, Any], optimizers: Optimizers) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-        """Return plain copies of the model and its optimizers; collective.
+        """Return plain copies of the model and its optimizers; collective. What tensor parallelism splits stays split.
 
         Raises:
             UsageError: only some ranks hold a gradient or optimizer state.
         """
-        named = {name: param for name, param in named_params(self.model) if isinstance(param, DTensor)}
-        check_same_holdings(repr(holdings(named.items(), optimizers)), self._largest)
-        for param in named.values():
-            memo[id(param)] = plain = nn.Parameter(full_tensor(param), requires_grad=param.requires_grad)
+        managed = [(name, param, _torch_private.form_of(own)) for name, param, own in self._managed]
+        check_same_holdings(repr(holdings(((name, param) for name, param, _ in managed), optimizers)), self._largest)
+        for _, param, form in managed:
+            memo[id(param)] = plain = nn.Parameter(state_like(form, param), requires_grad=param.requires_grad)
             if param.grad is not None:
-                plain.grad = full_tensor(param.grad)
+                plain.grad = state_like(form, param.grad)
         for optimizer in optimizers:
-            for param in named.values():
+            for _, param, form in managed:
                 for value in optimizer.state.get(param, {}).values():
                     if isinstance(value, DTensor):
-                        memo[id(value)] = full_tensor(value)
+                        memo[id(value)] = state_like(form, value)
         with _torch_private.plain_modules(self.model):
             reference = copied(self.model, memo, lambda: copy.deepcopy(self.model, memo))
         _take_setters(self.model, memo, torchs.FSDPModule)
@@ -422,8 +429,7 @@ class TorchModel(VerifiedModel):
 
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
-        named = named_params(self.model)
-        return {name: param.device_mesh.get_all_groups() for name, param in named if isinstance(param, DTensor)}
+        return {name: _torch_private.mesh_of(own).get_all_groups() for name, _, own in self._managed}
 
     def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and the whole values of all parameters; collective."""
@@ -450,12 +456,13 @@ class TorchModel(VerifiedModel):
     @property
     def unmanaged(self) -> UnmanagedState:
         """The parameters that are in no unit, and the buffers."""
-        whole = tuple(n for n, p in named_params(self.model) if p.requires_grad and not isinstance(p, DTensor))
+        managed = {name for name, _, _ in self._managed}
+        whole = tuple(n for n, p in named_params(self.model) if p.requires_grad and n not in managed)
         return replace(unmanaged_in(self.model), params=whole, hooks=())
 
-    def num_replicas(self, unit: int) -> int:
-        """Return the number of ranks that hold the same shard of a unit as this one."""
-        return len(self._replicas[unit])
+    def replicas(self, unit: int) -> Sequence[int]:
+        """Return the ranks that hold the same shard of a unit as this one."""
+        return self._replicas[unit]
 
 
 def local_tensors(model: nn.Module) -> list[torch.Tensor]:

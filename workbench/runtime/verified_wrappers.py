@@ -343,9 +343,9 @@ class TorchWrapperModel(VerifiedModel):
         params = tuple(name for name, param in self._in_no_unit() if param.requires_grad)
         return replace(unmanaged_in(self.model), params=params, hooks=())
 
-    def num_replicas(self, unit: int) -> int:
-        """Return the number of ranks that hold the same shard of a unit as this one."""
-        return len(self._replicas[unit])
+    def replicas(self, unit: int) -> Sequence[int]:
+        """Return the ranks that hold the same shard of a unit as this one."""
+        return self._replicas[unit]
 
 
 # ---- DistributedDataParallel
@@ -488,9 +488,9 @@ class ReplicatedModel(VerifiedModel):
             buffers={self._without_wrapper(name): crc for name, crc in checksums.items() if name in others},
         )
 
-    def num_replicas(self, unit: int) -> int:
-        """Return the number of ranks that hold the same parameters."""
-        return dist.get_world_size(self._by_unit[unit].process_group)
+    def replicas(self, unit: int) -> Sequence[int]:
+        """Return the ranks that hold the same parameters."""
+        return dist.get_process_group_ranks(self._by_unit[unit].process_group)
 
 
 def _of_next_rank(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

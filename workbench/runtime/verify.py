@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from workbench.engine._torch import drop_post_accumulate_hooks
@@ -61,11 +61,20 @@ from workbench.runtime.step_observation import (
     tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
-from workbench.runtime.verified_model import HoldingsDiffer, Largest, OwnModel, TorchModel, VerifiedModel, local_tensors
+from workbench.runtime.verified_model import (
+    HoldingsDiffer,
+    Largest,
+    OwnModel,
+    TorchModel,
+    VerifiedModel,
+    average_over,
+    local_tensors,
+)
 from workbench.runtime.verified_wrappers import ReplicatedModel, TorchWrapperModel
 
 RTOL, ATOL = 1e-3, 1e-5  # of outputs and gradients in full precision
 _SHARE = 5e-4  # of the size of a parameter's update: the largest difference in full precision
+_APART = 0.05  # of the size of an update: copies that get the same gradients differ less, whatever their kernels
 _FLIPS = 1e-3  # the share of elements that rounding may put one number further
 
 
@@ -271,6 +280,8 @@ class _Pair:
         self.num_inputs = 0
         self._reference.register_forward_pre_hook(self._got_inputs, prepend=True, with_kwargs=True)
         self.before = {name: full_tensor(param) for name, param in self.after.items()}
+        split = {name: param for name, param in self.after.items() if isinstance(param, DTensor)}
+        self._own_before = self.before | {name: local_tensor(param).detach().clone() for name, param in split.items()}
         self._order: dict[str, None] = {}  # of the gradients in backward
         if keeps:
             for name, param in self.after.items():
@@ -396,7 +407,7 @@ class _Pair:
         """Return whether a piece has a gradient and did not move."""
         norm = self._actual.norms.get(piece.name)
         values = self._values(piece, shard)
-        before = piece.of_whole(local_tensor(self.before[piece.name])).to(values)
+        before = piece.of_whole(self._own_before[piece.name]).to(values)
         return norm is not None and bool(norm) and torch.equal(values, before)
 
     def _values(self, piece: ParamPiece, shard: object) -> torch.Tensor:
@@ -432,9 +443,25 @@ class _Pair:
             "equal_bits": equal,
             "ok": worst_share <= self._tolerance_of_update,
             "not_finite": tuple(not_finite),
+            "uneven_copies": tuple(name for name in self.after if self._are_copies_uneven(name)),
             "undecided": tuple(undecided),
             "tolerance": f"{100 * self._tolerance_of_update:g}% of the size of each parameter's update ({self._dtype})",
         }
+
+    def _are_copies_uneven(self, name: str) -> bool:
+        """Return whether this rank's copy of a parameter moved otherwise than those of tensor parallelism; collective.
+
+        A parameter that is split, or of which no other rank has a copy, has none.
+        """
+        param = self.after[name]
+        if not isinstance(param, DTensor) or not all(isinstance(each, Replicate) for each in param.placements):
+            return False
+        update = (local_tensor(param) - self._own_before[name]).double()
+        mean = update.clone()
+        average_over(param.device_mesh.get_all_groups(), mean)
+        known = self.copy.known(name)
+        error, size = ((each if known is None else each * known).norm() for each in (update - mean, mean))
+        return bool(error > _APART * size)
 
     @property
     def _tolerance_of_update(self) -> float:
@@ -563,7 +590,7 @@ class _Pair:
             actual = self._values(piece, tensors[piece.name].shard)
             expected, before = (
                 piece.of_whole(local_tensor(values).detach()).to(actual)
-                for values in (self.after[piece.name], self.before[piece.name])
+                for values in (self.after[piece.name], self._own_before[piece.name])
             )
             known = self.copy.known(piece.name)
             known = None if known is None else piece.of_whole(known)

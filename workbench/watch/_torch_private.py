@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -29,6 +30,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -477,6 +479,24 @@ def is_in_backward(group: ParamGroup) -> bool:
 def shape_of(param: Any) -> tuple[int, ...]:  # noqa: ANN401 - an FSDPParam
     """Return the shape that FSDP shards: under tensor parallelism this rank's part."""
     return tuple(param._orig_size)
+
+
+def form_of(param: Any) -> torch.Tensor:  # noqa: ANN401 - an FSDPParam
+    """Return a tensor of the form that the parameter had before ``fully_shard``, without values: a DTensor if split."""
+    local = local_of(param.sharded_param).new_empty(0)
+    spec = param._unsharded_dtensor_spec
+    return local if spec is None else DTensor(local, spec, requires_grad=False)
+
+
+def mesh_of(param: Any) -> DeviceMesh:  # noqa: ANN401 - an FSDPParam
+    """Return the mesh over which ``fully_shard`` splits the parameter, and averages its gradient."""
+    mesh: DeviceMesh = param.mesh_info.mesh
+    return mesh
+
+
+def is_on_one_mesh(param: Any) -> bool:  # noqa: ANN401 - an FSDPParam
+    """Return whether ``fully_shard`` got a mesh that has the dimensions of tensor parallelism too."""
+    return bool(getattr(param.mesh_info, "is_spmd_mesh", False))
 
 
 def full_of(param: Any) -> torch.Tensor | None:  # noqa: ANN401 - an FSDPParam
