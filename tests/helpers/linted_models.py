@@ -12,6 +12,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -469,6 +470,66 @@ def sync_left_off_in_ddp(ns):
     prepared(ns, DistributedDataParallel(make_net(dim=16)))
     with ns["model"].no_sync():
         stepped(ns)
+
+
+@with_each_engine
+def all_reduce_left_off(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard, mesh=mesh_of(2, 2)))
+    stepped(ns)
+    ns["model"].set_requires_all_reduce(False)
+    stepped(ns, 2)
+
+
+@with_each_engine
+def clean_all_reduce_off_before_the_step(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard, mesh=mesh_of(2, 2)))
+    for is_last in (False, True):
+        ns["model"].set_requires_all_reduce(is_last)
+        loss_of(ns["model"], ns["tokens"]).backward()
+    ns["opt"].step()
+    ns["opt"].zero_grad()
+
+
+def trained_inside(ns, count=1, average=None):
+    """Take optimizer steps of the model in the wrapper, whose gradients the wrapper does not average."""
+    for _ in range(count):
+        loss_of(ns["model"].module, ns["tokens"]).backward()
+        for param in ns["model"].parameters() if average else ():
+            if param.grad is not None:
+                dist.all_reduce(param.grad, op=average)
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+
+
+@case
+def wrapper_bypassed(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    trained_inside(ns, 3)
+
+
+@case
+def wrapper_bypassed_later(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    stepped(ns, 2)
+    trained_inside(ns)
+
+
+@case
+def clean_wrapper_averaged_by_hand(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    trained_inside(ns, 2, average=dist.ReduceOp.SUM)
+
+
+@case
+def clean_wrapper_bypassed_for_evaluation(ns):
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    stepped(ns)
+    with torch.no_grad():
+        loss_of(ns["model"].module, ns["tokens"])
+    loss_of(ns["model"].module, ns["tokens"]).backward()  # looked at, and not used
+    ns["opt"].zero_grad()
+    ns["model"].load_state_dict({f"module.{key}": value for key, value in ns["model"].module.state_dict().items()})
+    stepped(ns)
 
 
 @with_each_engine

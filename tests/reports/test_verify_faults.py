@@ -178,8 +178,8 @@ def test_an_output_that_is_not_finite_names_module_and_ranks():
 
 
 def test_replicas_are_compared_by_shard():
-    def reply(shard_rank, crc32):
-        return replace(REPLY, ok=True, replicas=(ReplicaSum(unit="0", shard_rank=shard_rank, crc32=crc32),))
+    def reply(first_rank, crc32):
+        return replace(REPLY, ok=True, replicas=(ReplicaSum(unit="0", first_rank=first_rank, crc32=crc32),))
 
     assert faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 2)]) == ()
     (fault,) = faults_of([reply(0, 1), reply(1, 2), reply(0, 1), reply(1, 3)])

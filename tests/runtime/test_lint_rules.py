@@ -55,6 +55,14 @@ EXPECTED = {
         "set_requires_gradient_sync(True)",
     ),
     "sync_left_off_in_ddp": ("sync-left-off", "1 of 1 step of opt", "rank 0 alone", "no no_sync()"),
+    "all_reduce_left_off": (
+        "sync-left-off",
+        "not reduced between its copies",
+        "2 of 3 steps of opt",
+        "set_requires_all_reduce(True)",
+    ),
+    "wrapper_bypassed": ("wrapper-bypassed", "3 of 3 steps of opt", "model(x) for what is trained"),
+    "wrapper_bypassed_later": ("wrapper-bypassed", "1 of 3 steps of opt", "rank 0 alone"),
     "kept_by_zero_grad": ("kept-by-zero-grad", "units (root), blocks.0", "step 1 of opt"),
     "no_set_epoch": ("no-set-epoch", "2 epochs repeated", "loader.sampler.set_epoch(epoch)"),
     "sampler_seeds_differ": ("sampler-seeds-differ", "loader.sampler: rank 0 alone; rank 1 alone"),
@@ -184,9 +192,6 @@ def test_explain_names_no_fault_after_steps_of_a_clean_model(name):
 @pytest.mark.parametrize("name", quick(TRAINED, OURS))
 def test_verify_names_no_fault_of_a_clean_model(name):
     report = verified(name)
-    if name == "clean_tp[torch]":
-        assert "is split by tensor parallelism, which verify knows for models of the workbench's engine alone" in report
-        return
     assert (report.faults, report.problem) == ((), "")
 
 

@@ -10,8 +10,10 @@ from torch.distributed.tensor import DTensor, distribute_module
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_faults import make, prepare, report_of, train, verified
 from tests.runtime.test_verify_recipes import SETUP
+from workbench.codec import decode
 from workbench.errors import UsageError
-from workbench.protocol.commands import Step, Verify
+from workbench.protocol.commands import Step, Verify, VerifyReply
+from workbench.reports.results import SAYS
 from workbench.runtime import rank as rank_module
 
 OPTIONS = {
@@ -221,15 +223,27 @@ FAULTY = {
 }
 
 
-def two_d(engine, rows):
+def split_in_two_ways(engine, rows):
     found = []
     for row in rows:
-        fields = {"before": "", "after": "", "step": "opt.step()"} | row
-        exec(SETUP + TWO_D.format(engine=engine, **fields), namespace())
+        exec(
+            SETUP + TWO_D.format(engine=engine, **{"before": "", "after": "", "step": "opt.step()"} | row), namespace()
+        )
         rank_module._after_cell(None)
-        try:
-            execute(Step(count=2))
-            found.append(execute(Verify()))
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+        execute(Step(count=2))
+        found.append(execute(Verify()))
     return found
+
+
+@pytest.mark.parametrize(
+    "engine", ["torch.distributed.fsdp", pytest.param("workbench.engine", marks=pytest.mark.thorough)]
+)
+def test_tensor_parallelism_with_fully_shard(engine):
+    rows = [*SOUND.values(), *(row for row, *_ in FAULTY.values())]
+    by_rank = zip(*run(4, split_in_two_ways, engine, rows, timeout_s=600), strict=True)
+    reports = [SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in replies]) for replies in by_rank]
+    for name, report in zip(SOUND, reports[: len(SOUND)], strict=True):
+        assert report.ok and report.faults == (), (name, str(report))  # noqa: PT018
+    for (name, (_, rule, words)), report in zip(FAULTY.items(), reports[len(SOUND) :], strict=True):
+        assert [fault.rule for fault in report.faults] == [rule], (name, str(report))
+        assert words in report.faults[0].verdict, (name, str(report))

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.forked_ranks import run_ranks
@@ -91,6 +93,26 @@ def plain_for_a_while():
     assert isinstance(model, FSDPModule)
     assert "append" in vars(model)
     assert hooks == [(list(m._forward_pre_hooks.items()), list(m._forward_hooks.items())) for m in model.modules()]
+
+
+def test_a_parameter_has_the_form_that_tensor_parallelism_gave_it():
+    run_ranks(2, split_before)
+
+
+def split_before():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = make_blocks(1)
+    parallelize_module(model[0], mesh["tp"], {"0": ColwiseParallel()})
+    before = dict(model.named_parameters())
+    fully_shard(model, mesh=mesh["dp"])
+    ((_, group),) = _torch.groups_below(model)
+    for param, was in zip(group.fsdp_params, before.values(), strict=True):
+        form = _torch.form_of(param)
+        assert _torch.mesh_of(param) == mesh["dp"]
+        assert not _torch.is_on_one_mesh(param)
+        assert isinstance(form, DTensor) == isinstance(was, DTensor)
+        if isinstance(was, DTensor):
+            assert (form.shape, form.placements, form.device_mesh) == (was.shape, was.placements, was.device_mesh)
 
 
 def test_gradients_that_were_not_reduced_are_dropped():

@@ -883,8 +883,8 @@ def missed_grads() -> list[str]:
 
 
 def unreduced_units() -> list[int]:
-    """Return the indices of all models' units with full gradients that wait for a reduction, outside a backward."""
-    return [u.index for root in tuple(roots) for u in units_of(root.tree) if u.has_unreduced_grads]
+    """Return the indices of all models' units with gradients that wait for a reduction, outside a backward."""
+    return [u.index for root in tuple(roots) for u in units_of(root.tree) if u.has_unreduced_grads or u.has_partial_sum]
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature

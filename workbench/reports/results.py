@@ -800,7 +800,8 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         loss_sharded=_mean([verified.loss_sharded for verified in by_rank]),
         loss_reference=_mean([verified.loss_reference for verified in by_rank]),
         equal_bits=min(verified.equal_bits for verified in by_rank),
-        ok=all(verified.ok for verified in by_rank) and not any(fault.rule in {DRIFT, UNEVEN_COPIES} for fault in faults),
+        ok=all(verified.ok for verified in by_rank)
+        and not any(fault.rule in {DRIFT, UNEVEN_COPIES} for fault in faults),
         tolerance=worst.tolerance,
         not_finite=worst.not_finite,
         undecided=worst.undecided,

@@ -32,8 +32,15 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     """Return the faults that the replies of all ranks show, the most important first."""
     differences = [reply.differences for reply in by_rank if reply.differences is not None]
     differ = len(differences) == len(by_rank)
-    causes = [fault for cause in CAUSES if differ and (fault := cause(differences)) is not None]
-    first = [_other_targets, _own_not_finite, *([_settings] if differ or any(reply.uneven_copies for reply in by_rank) else [])]
+    everyone = tuple(range(len(by_rank)))
+    are_alike = all(step.peers == everyone for reply in by_rank for step in reply.copy)
+    judged = [cause for cause in CAUSES if differ and (are_alike or cause not in _OF_NORMS)]
+    causes = [fault for cause in judged if (fault := cause(differences)) is not None]
+    first = [
+        _other_targets,
+        _own_not_finite,
+        *([_settings] if differ or any(reply.uneven_copies for reply in by_rank) else []),
+    ]
     causes = [*(f for f in causes if f.rule == DATA), *filter(None, (cause(by_rank) for cause in first)), *causes]
     if differ and not causes and _drift(by_rank) is None:
         causes = list(filter(None, [_copies_differ(by_rank)]))
@@ -188,7 +195,7 @@ def _own_not_finite(by_rank: Sequence[VerifyReply]) -> Fault | None:
 def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
     """Find optimizers with other options on other ranks."""
     are_copies = any(reply.uneven_copies for reply in by_rank)  # of tensor parallelism, on ranks with other data or not
-    together = [tuple(range(len(by_rank)))] if are_copies or _average_together(by_rank) else _peers(by_rank)
+    together = [tuple(range(len(by_rank)))] if are_copies else _peers(by_rank)
     names = [name for name in by_rank[0].settings if all(name in reply.settings for reply in by_rank)]
     differing = [n for n in names if any(len({by_rank[rank].settings[n] for rank in ranks}) > 1 for ranks in together)]
     if not differing:
@@ -229,14 +236,6 @@ def _peers(by_rank: Sequence[VerifyReply]) -> list[tuple[int, ...]]:
     return [ranks for ranks in sorted(groups) if len({names[rank] for rank in ranks}) == 1]
 
 
-def _average_together(by_rank: Sequence[VerifyReply]) -> bool:
-    """Return whether all ranks average the gradients of the same parameters, so that their copies should be equal."""
-    everyone = tuple(range(len(by_rank)))
-    names = [[step.name for step in reply.copy] for reply in by_rank]
-    same = all(own == names[0] for own in names)
-    return same and bool(names[0]) and all(step.peers == everyone for reply in by_rank for step in reply.copy)
-
-
 def _odd(values: Sequence[object]) -> list[int]:
     """Return the ranks whose values differ from those of most ranks; empty if no value is that of most."""
     ranks = sorted(by_value(enumerate(values)).values(), key=len)
@@ -245,34 +244,37 @@ def _odd(values: Sequence[object]) -> list[int]:
 
 def _copies_differ(by_rank: Sequence[VerifyReply]) -> Fault | None:
     """Find ranks whose step function does something else after the average than that of others."""
-    if not _average_together(by_rank):
-        return None
     for find in (_other_grads, _other_update, _other_end):
-        for steps in zip(*(reply.copy for reply in by_rank), strict=True):
-            fault = find(steps)
-            if fault is not None:
-                return fault
+        for ranks in _peers(by_rank):
+            for steps in zip(*(by_rank[rank].copy for rank in ranks), strict=True):
+                fault = find(steps, ranks)
+                if fault is not None:
+                    return fault
     return None
 
 
 CopySteps = Sequence[CopyStep]
-"""One parameter in the copies of all ranks."""
+"""One parameter in the copies of ranks that average together."""
 
 
-def _other_grads(steps: CopySteps) -> Fault | None:
+def _other_grads(steps: CopySteps, ranks: Sequence[int]) -> Fault | None:
     if any(step.grad is None or step.averaged is None for step in steps):
         return None
     factors = [_factor(step.grad, step.averaged) for step in steps]
     if all(_is_alike(step.grad, steps[0].grad) for step in steps):
         return None
     odd = _odd([None if f is None else f"{f:.3g}" for f in factors])
-    odd = odd or [rank for rank, f in enumerate(factors) if f is None or not _is_close(f, 1.0)]
+    odd = odd or [place for place, f in enumerate(factors) if f is None or not _is_close(f, 1.0)]
     name, norms = steps[0].name, ", ".join(f"{step.grad.norm:.4g}" for step in steps if step.grad is not None)
     return Fault(
         rule="other-gradients",
-        verdict=f"{label(odd)} changes gradients after the average, and other ranks do not: first that of {name}",
+        verdict=f"{_label(odd, ranks)} changes gradients after the average, and other ranks do not: first that of "
+        f"{name}",
         evidence=(
-            *(f"rank {rank}: {_factor_words(factors[rank])} the averaged gradient" for rank in range(len(steps))[:8]),
+            *(
+                f"rank {rank}: {_factor_words(f)} the averaged gradient"
+                for rank, f in list(zip(ranks, factors, strict=True))[:8]
+            ),
             f"norms at the optimizer's step, by rank: {norms}",
         ),
         fix="do the same with the gradients on every rank, or change the loss before backward",
@@ -300,13 +302,17 @@ def _is_alike(a: Sketch | None, b: Sketch | None, close: float = 1e-3) -> bool:
 _SAME_UPDATE = 1e-7  # two sums in double precision of equal parameters
 
 
-def _other_update(steps: CopySteps) -> Fault | None:
+def _label(places: Sequence[int], ranks: Sequence[int]) -> str:
+    return label([ranks[place] for place in places])
+
+
+def _other_update(steps: CopySteps, ranks: Sequence[int]) -> Fault | None:
     if all(_is_alike(step.stepped, steps[0].stepped, _SAME_UPDATE) for step in steps):
         return None
     if any(step.stepped is None for step in steps):
         return None
     odd = _odd([f"{s.stepped.norm:.9g} {s.stepped.dot:.9g}" for s in steps if s.stepped is not None])
-    who = f"the optimizer of {label(odd)} moves" if odd else "the optimizers of the ranks move"
+    who = f"the optimizer of {_label(odd, ranks)} moves" if odd else "the optimizers of the ranks move"
     return Fault(
         rule="other-state",
         verdict=f"{who} parameters differently with the same gradients and options: first {steps[0].name}",
@@ -315,15 +321,15 @@ def _other_update(steps: CopySteps) -> Fault | None:
     )
 
 
-def _other_end(steps: CopySteps) -> Fault | None:
+def _other_end(steps: CopySteps, ranks: Sequence[int]) -> Fault | None:
     if all(_is_alike(step.end, steps[0].end, _SAME_UPDATE) for step in steps):
         return None
-    odd = [rank for rank, step in enumerate(steps) if not _is_alike(step.end, step.stepped, _SAME_UPDATE)]
+    odd = [place for place, step in enumerate(steps) if not _is_alike(step.end, step.stepped, _SAME_UPDATE)]
     if not odd or len(odd) == len(steps):
         return None
     return Fault(
         rule="changed-parameters",
-        verdict=f"{label(odd)} changes parameters outside of the optimizer, and other ranks do not: first "
+        verdict=f"{_label(odd, ranks)} changes parameters outside of the optimizer, and other ranks do not: first "
         f"{steps[0].name}",
         evidence=(
             _norms("norms after the optimizer's step", [step.stepped for step in steps]),
@@ -538,6 +544,9 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
     _precision,
 )
 """The causes of a difference, the most important first."""
+
+_OF_NORMS = (_partial_norm, _uneven_batches)
+"""Those that compare norms of gradients between ranks: they are equal where all ranks average the same parameters."""
 
 _BEFORE_COUNTERS = (DATA, "not-finite", "rank-not-stepped", "rank-stepped-twice", "other-settings")
 """Rules of causes of which other counters may be a consequence."""

@@ -118,6 +118,7 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
 
     return TrainingHistory(
         unreduced=lambda: (*unreduced_units(), *watch.unreduced()),
+        backwards=watch.backwards,
         held=held,
         survives=lambda index: keeps_gradients(recorder.header.units[index]),
         copies=lambda: copied_places(known()),
@@ -144,7 +145,12 @@ def _torchs_units(model: nn.Module, rank: RankContext) -> Iterator[LintUnit]:
     for unit in rank.watch.units_of(model):
         layout = rank.watch.layout_of(unit)
         if layout is not None:
-            yield LintUnit(info=unit, tensors=rank.recorder.tensors(unit.index), **vars(layout))
+            yield LintUnit(
+                info=unit,
+                tensors=rank.recorder.tensors(unit.index),
+                num_backwards=rank.watch.num_backwards(unit.index),
+                **vars(layout),
+            )
 
 
 def _optimizers(found: Mapping[str, object]) -> Iterator[tuple[str, Optimizer]]:

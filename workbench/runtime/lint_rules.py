@@ -47,6 +47,7 @@ from workbench.runtime.lint_target import (
     rule,
 )
 from workbench.runtime.model_summary import class_name
+from workbench.runtime.training_history import OptimizerHistory
 from workbench.text_formats import plural
 from workbench.watch._torch_private import checkpoint_wrappers_below
 
@@ -247,7 +248,15 @@ def sync_left_off(target: LintTarget) -> Iterator[Finding]:
         units = [unit for unit in target.units if unit.info.index in past.unreduced]
         steps = f"{past.num_unreduced} of {plural(past.num_steps, 'step')} of {name}"
         sharded = [unit for unit in units if unit.is_sharded]
-        if sharded:
+        between = [unit for unit in sharded if _waits_between_copies(unit)]
+        if between:
+            yield Fault(
+                rule="sync-left-off",
+                verdict=f"{name} steps while gradients of {target.name} are not reduced between its copies",
+                evidence=(f"units {_names(between)}: sums of one copy wait, and no step gets them", steps),
+                fix=f"before the last micro-batch of each step: {target.name}.set_requires_all_reduce(True)",
+            )
+        elif sharded:
             is_flat = any(param.parts for unit in sharded for param in unit.info.params)
             yield Fault(
                 rule="sync-left-off",
@@ -269,6 +278,42 @@ def sync_left_off(target: LintTarget) -> Iterator[Finding]:
                     ),
                     digests=_digests(unit),
                 )
+
+
+def _waits_between_copies(unit: LintUnit) -> bool:
+    """Return whether what waits are sums of the gradients of one copy of the model, not gradients of one rank."""
+    full = (grad for tensors in unit.tensors.values() for grad in tensors.full_grads)
+    return unit.info.replicate_size > 1 and next(full, None) is None
+
+
+@rule(Damage.NUMBERS)
+def wrapper_bypassed(target: LintTarget) -> Iterator[Finding]:
+    """A model in ``DistributedDataParallel`` trained by ``model.module(x)``, so that nothing averages its gradients.
+
+    A fault only if the ranks' parameters differ: the program may average the gradients by itself.
+    """
+    for name, _, past in target.trained:
+        for unit in target.units:
+            number = _num_bypassed(unit, past)
+            if number:
+                yield RankComparison(
+                    fault=Fault(
+                        rule="wrapper-bypassed",
+                        verdict=f"ranks train {target.name} apart: at {number} of {plural(past.num_steps, 'step')} of "
+                        f"{name} its gradients were of a backward without a forward of DistributedDataParallel, which "
+                        "averages none of those",
+                        fix=f"call {target.name}(x) for what is trained, not {target.name}.module(x); then load one "
+                        "checkpoint on every rank",
+                    ),
+                    digests=_digests(unit),
+                )
+
+
+def _num_bypassed(unit: LintUnit, past: OptimizerHistory) -> int:
+    """Return the steps of an optimizer for which a backward of ``DistributedDataParallel`` was missing."""
+    if unit.num_backwards is None or unit.info.index in past.unreduced:
+        return 0
+    return past.num_bypassed.get(unit.info.index, 0) if unit.num_backwards else past.num_steps
 
 
 @rule(Damage.NUMBERS)
@@ -317,7 +362,8 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
         if unit.replicas is None:
             unknown.append(unit_words(unit.info.name))
             continue
-        if not any(unit.info.index in past.unreduced for *_, past in target.trained):  # that is the cause
+        are_causes = (unit.info.index in past.unreduced or _num_bypassed(unit, past) for *_, past in target.trained)
+        if not any(are_causes):
             digests |= _digests(unit)
     if not _has_tensor_parallelism(target):
         apart = {clean(name) for unit in target.units for name in unit.tensors} | {*_in_no_unit(target)}

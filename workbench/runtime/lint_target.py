@@ -54,6 +54,7 @@ class LintUnit:
         modules: its modules; empty if the engine does not tell.
         shard_ranks: ranks that share one copy with this one; None: unknown.
         replicas: ranks that hold the same shard as this one; None: unknown.
+        num_backwards: of a model in ``DistributedDataParallel``: backwards that it averaged; None: unknown.
     """
 
     info: Unit
@@ -61,6 +62,7 @@ class LintUnit:
     modules: tuple[nn.Module, ...] = ()
     shard_ranks: tuple[int, ...] | None = None
     replicas: tuple[int, ...] | None = None
+    num_backwards: int | None = None
 
     @property
     def is_sharded(self) -> bool:

@@ -43,6 +43,8 @@ class OptimizerHistory:
         num_steps: steps that it has taken.
         num_unreduced: those at which units of its parameters had gradients that were not reduced.
         unreduced: the indices of these units, at its newest step.
+        backwards: numbers of backwards of models in ``DistributedDataParallel``, by unit, at its newest step.
+        num_bypassed: steps since whose predecessor such a model had new gradients without such a backward, by unit.
         kept: units whose unreduced gradients ``zero_grad`` did not clear, since its newest step.
         mixed: units into whose gradients such ones went, each with the number of the step.
         resumed: what shows that training was resumed, where it took its first step without any state.
@@ -51,6 +53,8 @@ class OptimizerHistory:
     num_steps: int = 0
     num_unreduced: int = 0
     unreduced: frozenset[int] = frozenset()
+    backwards: dict[int, int] = field(default_factory=dict)
+    num_bypassed: dict[int, int] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
     mixed: dict[int, int] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
@@ -90,6 +94,7 @@ class TrainingHistory:
 
     Args:
         unreduced: returns the indices of the units whose gradients are not reduced.
+        backwards: returns the numbers of backwards of models in ``DistributedDataParallel`` that have gradients.
         held: whether a unit's parameters are among the tensors with these ids.
         survives: whether the unreduced gradients of a unit survive ``zero_grad``.
         copies: yields pairs of places, in two units, of parameters with equal values.
@@ -107,13 +112,14 @@ class TrainingHistory:
         self,
         *,
         unreduced: Callable[[], Iterable[int]],
+        backwards: Callable[[], Mapping[int, int]],
         held: Callable[[int, set[int]], bool],
         survives: Callable[[int], bool],
         copies: Callable[[], Iterable[tuple[Place, Place]]],
         is_aside: Callable[[], bool],
     ) -> None:
         self._unreduced, self._held, self._survives, self._is_aside = unreduced, held, survives, is_aside
-        self._copies = copies
+        self._backwards, self._copies = backwards, copies
         self._undo: list[tuple[object, str, object]] = []
         self._handle: RemovableHandle | None = None
         self._drawn: tuple[weakref.ref[DistributedSampler[Any]], _Pass] | None = None  # the newest row
@@ -172,6 +178,12 @@ class TrainingHistory:
                 past.resumed = tuple(dict.fromkeys(self.signs_of_resume(optimizer, _variables_in_frames())))
         past.mixed |= dict.fromkeys(past.kept, past.num_steps)
         past.unreduced, past.kept = self._pending(optimizer), frozenset()
+        ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for unit, number in self._backwards().items():
+            if not self._held(unit, ids):
+                continue
+            past.num_bypassed[unit] = past.num_bypassed.get(unit, 0) + (number == past.backwards.get(unit, 0))
+            past.backwards[unit] = number
         past.num_steps += 1
         past.num_unreduced += bool(past.unreduced)
         if self._drawn is not None:

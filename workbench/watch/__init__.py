@@ -16,7 +16,7 @@ API are in ``_torch_private.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -81,8 +81,12 @@ class Watch:
 
     def __init__(self, say: Callable[[str], object] = complain) -> None:
         self._collectives = CollectiveWatch()
-        sources = FullyShardUnits, FlatParamUnits, DataParallelUnits
-        self._units = tuple(source(self._collectives) for source in sources)
+        self._replicated = DataParallelUnits(self._collectives)
+        self._units: tuple[FullyShardUnits | FlatParamUnits | DataParallelUnits, ...] = (
+            FullyShardUnits(self._collectives),
+            FlatParamUnits(self._collectives),
+            self._replicated,
+        )
         self._say = say
         self._new_patches()
 
@@ -120,6 +124,14 @@ class Watch:
     def unreduced(self) -> tuple[int, ...]:
         """Return the indices of the units whose newest gradients are this rank's own, as under ``no_sync``."""
         return tuple(index for units in self._units for index in units.unreduced())
+
+    def backwards(self) -> Mapping[int, int]:
+        """Return how often ``DistributedDataParallel`` averaged gradients, by unit, of models that have some."""
+        return self._replicated.backwards()
+
+    def num_backwards(self, unit: int) -> int | None:
+        """Return how often a model in ``DistributedDataParallel`` ran a backward; None: unknown, or no such model."""
+        return self._replicated.num_backwards(unit)
 
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""

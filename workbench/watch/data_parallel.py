@@ -104,6 +104,23 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         """Yield the indices of models whose newest forward that trains was within ``no_sync``."""
         yield from (known.index for known in tuple(self._known.values()) if not known.is_synced)
 
+    def backwards(self) -> Mapping[int, int]:
+        """Return the number of backwards of each model that has gradients; empty once they are not watched."""
+        return (
+            {}
+            if self._patches.is_off
+            else {
+                known.index: known.num_backwards
+                for model, known in tuple(self._known.items())
+                if any(param.grad is not None for param in model.parameters())
+            }
+        )
+
+    def num_backwards(self, unit: int) -> int | None:
+        """Return the number of backwards of a model; None: it is another source's, or they are not watched any more."""
+        known = self._known_of(unit)
+        return None if known is None or self._patches.is_off else known.num_backwards
+
     def _forward(self, original: Original, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         known = self._of(model)
         if torch.is_grad_enabled():
@@ -141,6 +158,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         self._collectives.unit = probe.NO_UNIT
         self._collectives.settle()
         known.in_backward = False
+        known.num_backwards += 1
         probe.event(Kind.BACKWARD, Edge.END, known.index)
         probe.phase(Phase.IDLE)
         self._count_grads(model, known)

@@ -45,6 +45,11 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         if hasattr(State, "finalize_backward"):  # torch 2.15; called by the program, after the above
             changes.wrap(State, "finalize_backward", self._end_of_backward, if_probed=True)
 
+    def unreduced(self) -> Iterator[int]:
+        """Yield the units with gradients that were not reduced, or not between the copies of HSDP."""
+        waits = {known.index for group, known in tuple(self._known.items()) if _torch.has_partial_sum(group)}
+        yield from sorted(waits.union(super().unreduced()))
+
     # ---- descriptions
 
     def _layout_of(self, group: ParamGroup) -> UnitLayout:

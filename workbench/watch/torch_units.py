@@ -65,6 +65,7 @@ class WatchedUnit:
         grads_nbytes: announced bytes of full gradients.
         in_backward: whether its backward was announced, and not its end.
         holds_full: whether the full parameters are counted.
+        num_backwards: of DistributedDataParallel: backwards that have ended.
         is_synced: of DistributedDataParallel: whether the newest forward that trains was outside of ``no_sync``.
     """
 
@@ -73,6 +74,7 @@ class WatchedUnit:
     grads_nbytes: int = 0
     in_backward: bool = False
     holds_full: bool = False
+    num_backwards: int = 0
     is_synced: bool = True
     index: int = field(init=False)
 
