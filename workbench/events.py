@@ -443,6 +443,9 @@ PER_HOST = "shared memory, gloo between hosts"
 C10D = "c10d"
 """Communication of a unit that uses torch's own collectives."""
 
+UNWATCHED = "not watched"
+"""Communication of a unit whose collectives were not seen, at least not all of them: what watched them failed."""
+
 OWN_ENGINE = "workbench.engine"
 TORCH_FULLY_SHARD = "torch.fully_shard"
 TORCH_CLASSIC = "torch.FullyShardedDataParallel"
@@ -468,8 +471,8 @@ class Unit:
         compute_itemsize: bytes per element of ``compute_dtype``.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
-        comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``; ``""``
-            on one rank or if unknown.
+        comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``,
+            :data:`UNWATCHED`; ``""`` on one rank or if unknown.
         engine: name of the source that runs it, such as ``"torch.fully_shard"``; ``""``: the workbench's engine.
         num_reductions: all-reduces that average its gradients in one pass, each a part of them; 0: unknown.
         retired: True once ``unshard_module`` has undone the unit.

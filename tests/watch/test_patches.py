@@ -15,6 +15,9 @@ from tests.helpers.watched import make_blocks, shard_by_torch, train
 from tests.watch.test_flat_params import wrapped
 from workbench.engine import probe
 from workbench.engine.errors import StepAborted
+from workbench.events import C10D, UNWATCHED
+from workbench.replay.collectives import closed_form
+from workbench.replay.units import unseen_words
 from workbench.runtime.loop_steps import LoopSteps
 from workbench.runtime.recorder import Recorder
 from workbench.trace import Trace, check
@@ -23,6 +26,7 @@ from workbench.trace.keyframe import KeyFrame
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 from workbench.watch import Watch
 from workbench.watch._torch_private import HAS_HOOKS
+from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.patches import Patches
 
 ON_FOUR_RANKS = "FSDPParamGroup._to_sharded_post_forward"
@@ -126,6 +130,31 @@ def test_losses_are_the_same_whichever_patch_fails_and_one_sentence_says_so(how)
     (names, wrong), other = run_ranks(2, every_patch_in_turn, how)
     assert wrong == other[1] == []
     assert len(names) > (20 if how == "missing" else 25)
+
+
+def abandons_collectives():
+    """Train a model before and a model after watching collectives fails; return what is expected of their units."""
+    recorder = Recorder(Header(world_size=dist.get_world_size()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "active", recorder)
+        said = []
+        watch = Watch(said.append).begin()
+        train(shard_by_torch(make_blocks(2)), 1)
+        before = [unit.comm for unit in recorder.header.units], len(closed_form(recorder.header)), len(said)
+        patch.setattr(CollectiveWatch, "issued", lambda *_: 1 / 0)
+        dist.all_reduce(torch.ones(1))
+        train(shard_by_torch(make_blocks(2)), 1)
+        watch.end()
+    units = recorder.header.units
+    return before, [unit.comm for unit in units], closed_form(recorder.header), unseen_words(recorder.header), len(said)
+
+
+@ignoring_warnings(*OF_TORCHS_FSDP2)
+def test_nothing_is_expected_of_units_whose_collectives_are_not_watched():
+    for before, comms, expected, words, said in run_ranks(2, abandons_collectives):
+        assert before == ([C10D] * 3, 6, 0)
+        assert (comms, expected, said) == ([UNWATCHED] * 6, (), 1)
+        assert words.startswith("collectives of c10d are not all in it")
 
 
 # ---- what a failing patch must leave alone

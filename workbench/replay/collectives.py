@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, UNWATCHED, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
@@ -328,12 +328,13 @@ def closed_form(
       by DistributedDataParallel bucket by bucket, from the second backward on. While the buckets are unknown, nothing
       is expected.
 
-    A single rank communicates nothing. Retired units are left out, and units whose parameters are unknown.
+    A single rank communicates nothing. Retired units are left out, and units whose parameters are unknown or whose
+    collectives were not watched.
 
     Example: G units, only the root kept unsharded after forward, gradients accumulated over P passes -> P (2 G - 1)
     all-gathers and G reduce-scatters.
     """
-    live = (unit for unit in header.units if unit.in_use and unit.params)
+    live = (unit for unit in header.units if unit.in_use and unit.params and unit.comm != UNWATCHED)
     known = passes or {}
     return tuple(
         expected

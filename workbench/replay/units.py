@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.events import OWN_ENGINE, TORCH_DDP, Unit, unit_words
+from workbench.events import OWN_ENGINE, TORCH_DDP, UNWATCHED, Unit, unit_words
 from workbench.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.trace.schema import Header
 
@@ -38,7 +38,11 @@ def collectives_words(header: Header) -> str:
 
 
 def unseen_words(header: Header) -> str:
-    """Return what this trace lacks of DistributedDataParallel, as text; empty if it has no such model."""
+    """Return which collectives or waits of torch's engines this trace lacks, as text; empty if none."""
+    if any(unit.in_use and unit.comm == UNWATCHED for unit in header.units):
+        return (
+            "collectives of c10d are not all in it, as watching them failed: nothing is expected of units that use them"
+        )
     replicas = [unit for unit in header.units if unit.in_use and unit.engine == TORCH_DDP and unit.replicate_size > 1]
     if all(unit.comm for unit in replicas):
         return "waits of DistributedDataParallel for its all-reduces, in C++, are not measured" if replicas else ""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.events import TORCH_DDP, WORK
+from workbench.events import WORK
 from workbench.fault import Fault
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
@@ -182,9 +182,8 @@ class StepStudy:
 
     @cached_property
     def unseen(self) -> str:
-        """What the trace lacks of DistributedDataParallel; empty if it has no such model."""
-        is_replicated = any(unit.engine == TORCH_DDP and unit.in_use for unit in self.header.units)
-        return unseen_words(self.header) if is_replicated else ""
+        """What the trace lacks of collectives and waits of torch's engines; empty if nothing is known to lack."""
+        return unseen_words(self.header)
 
     def _no_work(self) -> list[str]:
         if any(len(rows_of(part, WORK)) for part in self.drawn.trace.ranks):

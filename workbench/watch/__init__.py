@@ -92,7 +92,7 @@ class Watch:
 
     def _new_patches(self) -> None:
         """Make the patches of one time: hooks of an earlier one stay where they are, and do nothing any more."""
-        self._calls = Patches("collectives are", self._say, self._collectives.abandon)
+        self._calls = Patches("collectives are", self._say, self._abandon_calls)
         self._patches = [Patches(units.what, self._say, units.abandon) for units in self._units]
 
     def begin(self) -> Watch:
@@ -106,6 +106,11 @@ class Watch:
         for units, patches in zip(self._units, self._patches, strict=True):
             patches.install(units.install)
         return self
+
+    def _abandon_calls(self) -> None:
+        self._collectives.abandon()
+        for units in self._units:
+            units.announce_again()
 
     def note(self, models: Iterable[nn.Module]) -> None:
         """Announce the units of models, none of which is part of another; the others are found as they train."""

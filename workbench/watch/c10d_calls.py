@@ -83,6 +83,7 @@ class CollectiveWatch:
         before_issue: called with the tensors of the next call, after its input is ready and before it is announced.
         after_wait: called once when the next wait has ended.
         is_paused: whether calls that begin are those of the workbench itself, and not announced.
+        is_watching: whether calls are seen; False once watching them failed.
         num_renewals: how often the process groups were replaced, the same on all ranks; names of groups tell it, since
             not every rank may have used each of them.
     """
@@ -92,6 +93,7 @@ class CollectiveWatch:
         self.before_issue: Callable[[Kind, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
+        self.is_watching = True
         self.num_renewals = 0
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
         self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], _Group]] = (
@@ -245,7 +247,8 @@ class CollectiveWatch:
                 self._announce_late_end(call)
 
     def abandon(self) -> None:
-        """Announce the ends of all calls, as nothing is known of them any more."""
+        """Announce the ends of all calls, as nothing is known of them any more, nor of later ones."""
+        self.is_watching = False
         while self._in_flight:
             self._announce_late_end(self._in_flight.popitem()[1])
 

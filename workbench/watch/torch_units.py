@@ -14,7 +14,7 @@ from torch import nn
 from workbench.engine import probe
 from workbench.engine.module_names import names_below
 from workbench.engine.probe import BufferHandle
-from workbench.events import UNIT_INDICES, Category, Edge, Kind, ParamTensors, Phase, Unit
+from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.watch.c10d_calls import CollectiveWatch
 from workbench.watch.patches import Patches
 
@@ -180,6 +180,8 @@ class TorchUnits(ABC, Generic[Group]):
                     self._announce(group, self._describe(group, UnitPlace(path, paths, index, root)))
 
     def _announce(self, group: Group, unit: Unit) -> None:
+        if unit.comm and not self._collectives.is_watching:
+            unit = replace(unit, comm=UNWATCHED)
         if probe.active is not None:
             probe.active.unit(unit)
         known = self._known.get(group)
@@ -205,6 +207,11 @@ class TorchUnits(ABC, Generic[Group]):
             probe.event(Kind.RESET, Edge.INSTANT, known.index)
             self._renew(group, new_of)
             known.forget()
+
+    def announce_again(self) -> None:
+        """Announce all units, as their collectives are not watched any more."""
+        for group, known in tuple(self._known.items()):
+            self._announce(group, known.unit)
 
     def abandon(self) -> None:
         """Announce that nothing is known of any unit any more."""
