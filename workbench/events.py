@@ -419,6 +419,7 @@ class Param:
         trainable: whether it takes a gradient.
         parts: the parameters inside it, if it is flat; else empty.
         use_orig_params: for a flat parameter, whether optimizers hold a piece of each part, not the flat parameter.
+        compute_itemsize: bytes per element in the all-gather; 0: those of its unit.
     """
 
     fqn: str
@@ -432,6 +433,7 @@ class Param:
     trainable: bool = True
     parts: tuple[FlatPart, ...] = ()
     use_orig_params: bool = False
+    compute_itemsize: int = 0
 
 
 GLOO = "gloo"
@@ -468,7 +470,7 @@ class Unit:
         replicate_size: copies whose gradients are averaged by an all-reduce, R; 1 without replication.
         compute_dtype: dtype of the all-gather and of forward and backward, e.g. ``"bfloat16"``.
         reduce_dtype: dtype in which gradients are reduced.
-        compute_itemsize: bytes per element of ``compute_dtype``.
+        compute_itemsize: bytes per element of ``compute_dtype``; of some parameters perhaps others.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
         comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``,
@@ -496,6 +498,10 @@ class Unit:
     num_reductions: int = 1
     retired: bool = False
     gone: bool = False
+
+    def gathered_itemsize(self, param: Param) -> int:
+        """Return the bytes per element that an all-gather moves of one of its parameters."""
+        return param.compute_itemsize or self.compute_itemsize
 
     @property
     def in_use(self) -> bool:

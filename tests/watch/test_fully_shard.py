@@ -6,8 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers.forked_ranks import run_ranks
@@ -176,3 +177,28 @@ def test_bytes_by_class_at_the_peak_are_those_that_torch_tracks():
             assert peak[category] == torchs[f"_FSDPRefType.{name}"] > 0, name
         block = 4 * (64 * 128 * 2 + 64 + 128)  # torch tracks gradients as temporary until they belong to a parameter
         assert peak[Category.UNSHARDED_GRADS] == block <= torchs["_FSDPRefType.TEMP"]
+
+
+class FrozenHalf(nn.Module):
+    """A layer in bfloat16 that is not trained, and one in float32 that is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.frozen, self.trained = nn.Linear(16, 32, dtype=torch.bfloat16).requires_grad_(False), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x.bfloat16()).float())
+
+
+def of_two_dtypes():
+    return train(fully_shard(FrozenHalf()), 2)
+
+
+def test_each_parameter_of_a_group_is_counted_by_what_is_gathered_of_it():
+    seen = watch(2, of_two_dtypes)
+    (unit,) = seen.trace.header.units
+    assert [unit.gathered_itemsize(param) for param in unit.params] == [2, 2, 4, 4]
+    found = compare(seen.trace, 1)
+    assert {row.kind for row in found} == {Kind.ALL_GATHER, Kind.REDUCE_SCATTER}
+    assert not any(row.differs for row in found)

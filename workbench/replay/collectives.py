@@ -364,7 +364,8 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
     for num_ranks, calls in gathers.items():
         # after forward, torch keeps the padding for all ranks of a copy
         padded_for = size if unit.engine == TORCH_FULLY_SHARD else num_ranks
-        payload = unit.compute_itemsize * sum(_padded_elements(param, padded_for) for param in unit.params)
+        sizes = ((_padded_elements(param, padded_for), unit.gathered_itemsize(param)) for param in unit.params)
+        payload = sum(elements * itemsize for elements, itemsize in sizes)
         yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
     reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)

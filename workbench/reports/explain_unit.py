@@ -111,7 +111,7 @@ def _sizes(unit: Unit) -> str:
     """Return the bytes of the full parameters and of a shard as text."""
     if not unit.params:
         return f"its parameters are not recorded; 1 shard of {unit.shard_size} is on each rank"
-    full = sum(prod(param.shape) for param in unit.params) * unit.compute_itemsize
+    full = sum(prod(param.shape) * unit.gathered_itemsize(param) for param in unit.params)
     shard = sum(
         param.padded_rows
         * param.itemsize

@@ -72,7 +72,8 @@ class LintUnit:
     @property
     def full_nbytes(self) -> int:
         """Bytes that a rank holds of it while it is unsharded, padding included."""
-        return sum(full_nbytes(param) // param.itemsize for param in self.info.params) * self.info.compute_itemsize
+        unit = self.info
+        return sum(full_nbytes(param) // param.itemsize * unit.gathered_itemsize(param) for param in unit.params)
 
     def named(self) -> Iterator[tuple[str, Param, ParamTensors]]:
         """Yield each parameter that the unit shards with its name, description and tensors."""

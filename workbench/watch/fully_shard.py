@@ -82,7 +82,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             index=place.index,
             name=place.path,
             root=place.root,
-            params=tuple(_described(param, place.paths, shard_size) for param in group.fsdp_params),
+            params=tuple(_described(param, place.paths, shard_size, compute) for param in group.fsdp_params),
             reshard_after_forward=self._policy(group),
             shard_size=shard_size,
             replicate_size=getattr(mesh, "replicate_mesh_size", 1),
@@ -270,11 +270,12 @@ def _width(dtype: torch.dtype) -> tuple[bool, int]:
     return dtype.is_floating_point, dtype.itemsize
 
 
-def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> Param:
+def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int, widest: torch.dtype) -> Param:
     shape, dim = _torch.shape_of(param), param.fsdp_placement.dim
     layout = ShardLayout(torch.Size(shape), dim, num_shards)
     dtype = param.sharded_param.dtype
     module, name = _torch.module_of(param)
+    own = _torch.dtypes_of(param)[0].itemsize
     return Param(
         fqn=join(paths.get(module, ""), name),
         shape=shape,
@@ -285,4 +286,5 @@ def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int) -> P
         rows_per_rank=layout.rows_per_rank,
         padded_rows=layout.padded_rows,
         trainable=param.sharded_param.requires_grad,
+        compute_itemsize=0 if own == widest.itemsize else own,
     )
