@@ -472,6 +472,8 @@ class Unit:
         reduce_dtype: dtype in which gradients are reduced.
         compute_itemsize: bytes per element of ``compute_dtype``; of some parameters perhaps others.
         reduce_itemsize: bytes per element of ``reduce_dtype``.
+        gather_nbytes: bytes that one all-gather makes on each rank, if its parameters define their own all-gather and
+            have done one; 0: those of shapes and ``compute_dtype``.
         offload: whether shards, their gradients and the optimizer's state stay in host memory between uses.
         comm: its communication: :data:`GLOO`, ``"shared memory"``, :data:`PER_HOST`, :data:`C10D`, ``"custom"``,
             :data:`UNWATCHED`; ``""`` on one rank or if unknown.
@@ -492,6 +494,7 @@ class Unit:
     reduce_dtype: str
     compute_itemsize: int
     reduce_itemsize: int
+    gather_nbytes: int = 0
     offload: bool = False
     comm: str = ""
     engine: str = ""

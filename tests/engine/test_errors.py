@@ -50,15 +50,6 @@ def with_transposed(model: Pair) -> Pair:
     return model
 
 
-class GathersItself(torch.Tensor):
-    def fsdp_pre_all_gather(self, mesh: object) -> None: ...
-
-
-def with_its_own_all_gather(model: Pair) -> Pair:
-    model.b.weight = nn.Parameter(torch.ones(2, 2).as_subclass(GathersItself))
-    return model
-
-
 def with_two_dtypes(model: Pair) -> Pair:
     model.b.double()
     return model
@@ -86,12 +77,6 @@ REFUSED = {
         {},
         ValueError,
         "parameter 'b.weight' of shape [2, 3] and stride (1, 2) is not contiguous; assign .*contiguous()",
-    ),
-    "its own all-gather": (
-        with_its_own_all_gather,
-        {},
-        NotImplementedError,
-        "'b.weight' is a GathersItself, which defines its own all-gather .* or exclude it with ignored_params",
     ),
     "dtypes": (
         with_two_dtypes,

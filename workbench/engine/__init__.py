@@ -4,11 +4,12 @@ Differences from torch's engine:
 
 - A user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an AssertionError. Flags must
   be bools, and policies instances of the classes here.
-- Not supported: tensors with ``fsdp_pre_all_gather``, transforms of ``torch.func`` around a sharded module, deprecated
+- Not supported: transforms of ``torch.func`` around a sharded module, deprecated
   names, ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``.
 - A full parameter kept past its reshard reads as NaN.
 - Parameters that ``param_dtype_override_fn`` keeps in their own dtype have an all-gather and a reduce-scatter of their
-  own. What torch 2.15 added works with older versions too; ``reduce_dtype=None`` means what the installed one says.
+  own, and so have tensors with ``fsdp_pre_all_gather``, which are split along dim 0 only. What torch 2.15 added works
+  with older versions too; ``reduce_dtype=None`` means what the installed one says.
 - Allowed: writing to a view that a module returned, inference mode between training steps, a list of modules as root.
 - From the second iteration on, a unit's forward starts the all-gather of the unit that ran next in the last iteration.
   ``set_modules_to_forward_prefetch([])`` on every unit disables this: all-gathers and reduce-scatters then come in

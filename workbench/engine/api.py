@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from workbench.engine._torch import tell_pipelining
 from workbench.engine.backends import is_of_kind
 from workbench.engine.dtensor_param import DTensorParam
+from workbench.engine.extended_param import ExtendedParam, ExtendedParamGroup
 from workbench.engine.fsdp_module import FSDPModule, sharded_class
 from workbench.engine.fsdp_state import FSDPState, attach, state_of
 from workbench.engine.managed_params import (
@@ -77,7 +78,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     ``Shard(0)`` with torch.chunk's split, under the same names; one all-gather makes them full before the module's
     forward and backward, and one reduce-scatter averages their gradients. Call it on the inner modules first. Frozen
     parameters whose dtype differs from that of the trained ones (quantised weights with adapters) have a separate
-    all-gather.
+    all-gather, and so have tensor subclasses with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
     Args:
         module: the module, or modules that always run in the same iteration.
@@ -101,8 +102,8 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
             non-contiguous parameter, trained parameters of several dtypes, parameters on several devices, a parameter
             tied to one in another unit, a mesh without this rank or with other axes, a dim that cannot be split, an
             int that does not divide the ranks, a dtype of ``param_dtype_override_fn`` that is not allowed.
-        NotImplementedError: an int for parameters that tensor parallelism has split, or with ``dp_mesh_dims``; a
-            parameter with its own all-gather.
+        NotImplementedError: an int with ``dp_mesh_dims``, or for parameters that tensor parallelism has split; an int
+            or another dim than 0 for parameters that define their own all-gather.
         RuntimeError: no process group.
 
     The module is unchanged if the call raises.
@@ -192,15 +193,18 @@ def _move_to(device: torch.device, params: Sequence[nn.Parameter], buffers: Sequ
 def _make_groups(placed: Sequence[PlacedUnit], policy: UnitPolicy) -> list[FSDPParamGroup]:
     """Create the units; if one of them cannot be created, the modules keep their parameters."""
     try:
-        return [
-            FSDPParamGroup([DTensorParam(*one, info) for one in params], info, policy, keeps_dtype=keeps)
-            for info, keeps, params in placed
-        ]
+        return [_make_group(unit, policy) for unit in placed]
     except (TypeError, ValueError, NotImplementedError):
-        for _, _, params in placed:
+        for *_, params in placed:
             for param, where, _ in params:
                 where.register(param)
         raise
+
+
+def _make_group(placed: PlacedUnit, policy: UnitPolicy) -> FSDPParamGroup:
+    info, keeps_dtype, is_extended, params = placed
+    group, kind = (ExtendedParamGroup, ExtendedParam) if is_extended else (FSDPParamGroup, DTensorParam)
+    return group([kind(*one, info) for one in params], info, policy, keeps_dtype=keeps_dtype)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

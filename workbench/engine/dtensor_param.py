@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -110,12 +111,17 @@ class DTensorParam(FSDPParam):
     def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
         layout = ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size)
         reduced_axes = (*mesh.spmd_shard_axes, *mesh.spmd_replicate_axes)
-        self.full = FullParam(info.path, spec_of(param) if isinstance(param, DTensor) else None, reduced_axes)
+        self.full = self._make_full(
+            info.path, layout.shape, spec_of(param) if isinstance(param, DTensor) else None, reduced_axes
+        )
         super().__init__(info, layout, mesh, param.dtype, (self.full,))
         self._given: nn.Parameter | None = param
         self._own_grad_dtype = (param.grad_dtype,) if has_own_grad_dtype(param) else ()
         self._global_shape = param.shape
         self.spec = _sharded_spec(info.path, param, shard, mesh)
+
+    def _make_full(self, fqn: str, _shape: torch.Size, tp_spec: Spec | None, reduced_axes: Sequence[int]) -> FullParam:
+        return FullParam(fqn, tp_spec, reduced_axes)
 
     @property
     def owned(self) -> tuple[nn.Parameter, ...]:

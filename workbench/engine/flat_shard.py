@@ -57,9 +57,7 @@ class FlatShard:
 
     def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> tuple[torch.Tensor, ...]:
         """Create a flat tensor of zeros and return its slots; zeros, because collectives also send the padding."""
-        computes_on = self._params[0].mesh_info.device
-        place = CPU if policy.offloads and device != META else device
-        pin = policy.pins and place == CPU and not backend_of(computes_on).is_host
+        place, pin = self._place(device, policy)
         self.region = None if pin or device == META else backend_of(place).shard_region(self.numel, dtype)
         if self.region is not None:
             flat = self.region.tensor
@@ -68,6 +66,11 @@ class FlatShard:
         self.flat = flat
         self._lease = None if flat.is_meta else self._leased(flat.nbytes)
         return self._slots()
+
+    def _place(self, device: torch.device, policy: UnitPolicy) -> tuple[torch.device, bool]:
+        """Return where the shards are, and whether their memory is pinned."""
+        place = CPU if policy.offloads and device != META else device
+        return place, policy.pins and place == CPU and not backend_of(self._params[0].mesh_info.device).is_host
 
     def _slots(self) -> tuple[torch.Tensor, ...]:
         """Return the slots of the flat tensor, each at the start of its own storage; empty if scattered."""
@@ -84,6 +87,12 @@ class FlatShard:
         """Create the flat tensor, and the sharded parameters from this rank's rows of the full ones."""
         first = self._params[0].first
         device = self._params[0].mesh_info.device if not first.is_meta else first.device
+        if self._params[0].has_own_memory:
+            place, pin = self._place(device, policy)
+            for param in self._params:
+                param.shard_from(torch.empty(0, dtype=first.dtype, device=place, pin_memory=pin))
+            self._leave_scattered()
+            return
         for param, slot in zip(self._params, self._make(first.dtype, device, policy), strict=True):
             param.shard_from(slot)
 
@@ -114,7 +123,10 @@ class FlatShard:
         check_uniform([(p.fqn, local) for p, local in zip(self._params, locals_, strict=True)])
         if self._stay(locals_):
             return False
-        if locals_[0].is_meta or all(self._may_move(*pair, fresh) for pair in zip(self._params, locals_, strict=True)):
+        has_own_memory = self._params[0].has_own_memory
+        if not has_own_memory and (
+            locals_[0].is_meta or all(self._may_move(*pair, fresh) for pair in zip(self._params, locals_, strict=True))
+        ):
             for param, slot in zip(self._params, self._make(locals_[0].dtype, locals_[0].device, policy), strict=True):
                 param.adopt(slot)
             self.share_lease()

@@ -82,6 +82,11 @@ class FullParam:
         """Return a view of the parameter in memory ``full``, of the full shape and the param dtype."""
         if not hasattr(self, "param") or self.param.dtype != full.dtype:
             self._make(full, requires_grad=requires_grad)
+            self._hide_values()
+        return self.numbered(full)
+
+    def numbered(self, full: torch.Tensor) -> FullView:
+        """Return the view of memory ``full`` with a version of its own."""
         number = next(_numbers)
         _of_views[number] = self
         return FullView(full, number * _VERSIONS)
@@ -94,13 +99,20 @@ class FullParam:
             set_versions((self.param,), (view.version,))
         self._view = view
 
+    def _show_values(self, *, requires_grad: bool) -> None:
+        """Point the parameter to its memory."""
+        self._inner.data = self._view.data
+
+    def _hide_values(self) -> None:
+        self._inner.data = self._nothing
+
     def _make(self, full: torch.Tensor, *, requires_grad: bool) -> None:
-        """Create the parameter with the properties of ``full``, empty for now.
+        """Create the parameter with the properties of ``full``.
 
         ``.data`` gives it its own version counter: autograd must not take a later unshard into the same memory for a
         change of the saved tensor.
         """
-        self._nothing = _unreadable(full)
+        self._nothing = _unreadable(full) if type(full) is torch.Tensor else full
         had = self.param.grad if hasattr(self, "param") else None
         data: torch.Tensor = full.data
         if self.tp_spec is not None:
@@ -109,11 +121,10 @@ class FullParam:
         self._hook = None
         self.param.grad = None if had is None else had.to(self.param)
         self._inner = local_tensor(self.param)
-        self._inner.data = self._nothing
 
     def open(self, *, requires_grad: bool) -> None:
         """Point the parameter to the values in its memory."""
-        self._inner.data = self._view.data
+        self._show_values(requires_grad=requires_grad)
         if self.param.requires_grad != requires_grad:
             self.param.requires_grad_(requires_grad)
         if requires_grad and self._hook is None and self._before_grad is not None:
@@ -137,7 +148,7 @@ class FullParam:
         """
         if not self.is_open:
             return
-        self._inner.data = self._nothing
+        self._hide_values()
         self._view.version = self.param._version  # the user may have written to it
         set_versions((self.param,), (self._view.version + 1,))
         self.is_open = False
@@ -198,7 +209,10 @@ class FullParam:
     def count_as_zero(self) -> None:
         """Set a missing gradient to zero."""
         if not self.has_grad:
-            self.accumulated_grad = torch.zeros_like(self._view.data)
+            self.accumulated_grad = self._zeros()
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self._view.data)
 
     def take_grad(self) -> torch.Tensor | None:
         """Return this rank's gradient in the full shape and clear it; None without one."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import is_replicated
+from workbench.engine.extended_param import check_extension
 from workbench.engine.fsdp_state import FSDPState, state_of
 from workbench.engine.full_param import local_tensor
 from workbench.engine.param import ParamModuleInfo
@@ -110,11 +111,7 @@ def _check_param(fqn: str, param: nn.Parameter) -> None:
             f"parameter {fqn!r} is tied to {taken.place}, which an earlier {taken.by.made_by} call sharded; put both "
             f"into one unit: {taken.by.joined_by}"
         )
-    if hasattr(local_tensor(param), "fsdp_pre_all_gather"):
-        raise NotImplementedError(
-            f"parameter {fqn!r} is a {type(local_tensor(param)).__name__}, which defines its own all-gather "
-            "(fsdp_pre_all_gather); only plain tensors are supported: convert it, or exclude it with ignored_params"
-        )
+    check_extension(fqn, param)
     if param.ndim == 0:
         raise ValueError(f"parameter {fqn!r} is a scalar, which has no dim 0 to shard; make it 1-D: shape [1]")
     if not local_tensor(param).is_contiguous():

@@ -86,6 +86,9 @@ class FSDPParam(ABC):
     computes_in_shard: ClassVar[bool] = False
     """With a single shard rank, modules compute with the optimizer's own parameters, not a copy."""
 
+    has_own_memory: ClassVar[bool] = False
+    """Its shard stays in memory of its own, outside of the unit's flat shard."""
+
     sharded_param: nn.Parameter
 
     def __init__(
@@ -237,6 +240,10 @@ class FSDPParam(ABC):
         """Return the form over fewer ranks, with its rows in ``slot``, filled from the full parameter."""
 
     # ---- the full form
+
+    def rows_in(self, padded_full: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return views ``[F, ...]`` of the parameter's part of the unit's memory, one for each tensor gathered."""
+        return (self.layout.by_rank(padded_full),)
 
     def parts_of(self, full: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the memory of each full form as a view of ``full``, which has the full shape."""

@@ -186,6 +186,16 @@ class FSDPParamGroup:
         return wanted if wanted is not None and self.orig_dtype.is_floating_point else self.orig_dtype
 
     @property
+    def gather_dtype(self) -> torch.dtype:
+        """Dtype of the all-gather."""
+        return self.param_dtype
+
+    @property
+    def gather_nbytes(self) -> int:
+        """Bytes that an all-gather makes on each rank, where they do not follow from shapes and dtypes; else 0."""
+        return 0
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         """Dtype of the reduction, where that does not depend on which gradients there are and in which dtype."""
         dtypes = {self.grad_dtype_of(p) or self.param_dtype for p in self.fsdp_params if p.trainable}
@@ -203,9 +213,7 @@ class FSDPParamGroup:
 
     def _bind(self) -> None:
         """Create the unit's unshard memory, empty for now, and its reducer."""
-        self.buffers = UnitBuffers(
-            self.fsdp_params, buffers_in(UnshardMemory(self.index, self._make_memory()), self.fsdp_params)
-        )
+        self._make_buffers()
         self._unit = UnitId(self.index, self.name)
         self._set_grad_dtypes()
         self._reducer = Reducer(
@@ -215,6 +223,10 @@ class FSDPParamGroup:
             pins=self.policy.pins,
             sync=self.sync,
         )
+
+    def _make_buffers(self) -> None:
+        memory = UnshardMemory(self.index, self._make_memory())
+        self.buffers = UnitBuffers(self.fsdp_params, buffers_in(memory, self.fsdp_params))
 
     def _set_grad_dtypes(self) -> None:
         for param in self.fsdp_params:
@@ -359,11 +371,11 @@ class FSDPParamGroup:
         if info.shard_group is not None:
             with self.comm_ctx.streams.gathering():
                 self._all_gather = unit_collectives.foreach_all_gather(
-                    shard, self.param_dtype, self.device, info.shard_group, self._gather(info), self._unit
+                    shard, self.gather_dtype, self.device, info.shard_group, self._gather(info), self._unit
                 )
         elif shard.device != self.device or isinstance(shard, ScatteredShard):
             with self.comm_ctx.streams.gathering():
-                self._all_gather = unit_collectives.copy_to_device(shard, self.param_dtype, self.device, self._unit)
+                self._all_gather = unit_collectives.copy_to_device(shard, self.gather_dtype, self.device, self._unit)
         self._is_unsharding = True
 
     def _check_not_retired(self) -> None:
@@ -733,6 +745,7 @@ class FSDPParamGroup:
             reduce_dtype=str(self.reduce_dtype).removeprefix("torch."),
             compute_itemsize=self.param_dtype.itemsize,
             reduce_itemsize=self.reduce_dtype.itemsize,
+            gather_nbytes=self.gather_nbytes,
             offload=self.policy.offloads,
             comm=self.comm.name if self.comm is not None and self.mesh_info.data_parallel_size > 1 else "",
             retired=self._retired,

@@ -17,7 +17,7 @@ from workbench.engine.mesh import FSDPMeshInfo, _get_post_forward_mesh_info, mes
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.replacement import Replacement, ShardCall
-from workbench.engine.unsharding import NewParams, check_undoable, optimizers_in
+from workbench.engine.unsharding import NewParams, check_gatherable, check_undoable, optimizers_in
 
 
 class Unchanged:
@@ -111,6 +111,7 @@ def reshard_module(
     if not (change.makes_units(units) or any(call.regroups for call in calls)):
         _set_policies(calls)
         return {}
+    check_gatherable(units, "reshard_module")
     replacement = Replacement(module, calls, info)
     replacement.run(held, ranks)
     return replacement.mapping

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from workbench.engine.extended_param import gathers_itself
 from workbench.engine.full_param import local_tensor
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import ParamModuleInfo, check_uniform
@@ -30,7 +31,8 @@ class ShardPlacementResult:
 
 ShardPlacementFn = Callable[[nn.Parameter], "Shard | ShardPlacementResult | None"]
 Placed = tuple[nn.Parameter, ParamModuleInfo, Shard]
-PlacedUnit = tuple[FSDPMeshInfo, bool, list[Placed]]  # of one unit; True: it computes in its own dtype
+PlacedUnit = tuple[FSDPMeshInfo, bool, bool, list[Placed]]
+"""Of one unit: its mesh; whether it computes in its own dtype; whether its parameters define their own all-gather."""
 
 
 def place(
@@ -42,7 +44,7 @@ def place(
     """Group parameters, each with its dim, into units by the mesh they are split over and the dtype they compute in.
 
     Frozen parameters whose dtype differs from that of the trained ones (quantised weights with adapters) form separate
-    units, after the others.
+    units, after the others; so do parameters that define their own all-gather.
 
     Raises:
         TypeError: ``fn`` is not callable or returned a value of another type.
@@ -51,13 +53,13 @@ def place(
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"shard_placement_fn must be a function of a parameter, got {fn!r}; use lambda param: {fn!r}")
-    by_key: dict[tuple[FSDPMeshInfo, bool], list[Placed]] = {}
+    by_key: dict[tuple[FSDPMeshInfo, bool, bool], list[Placed]] = {}
     for param, info in infos:
         shard, mesh = _resolve(info.path, fn(param) if fn is not None else None, default)
-        key = mesh, precision.keeps_dtype(info.path, param)
+        key = mesh, precision.keeps_dtype(info.path, param), gathers_itself(param)
         by_key.setdefault(key, []).append((param, info, _checked(info.path, param, shard, mesh)))
     units = [(*key, unit) for key, placed in by_key.items() for unit in _by_dtype(placed)]
-    for _, _, unit in units:
+    for *_, unit in units:
         check_uniform([(info.path, param) for param, info, _ in unit])
     return units
 

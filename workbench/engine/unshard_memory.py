@@ -123,7 +123,7 @@ def buffers_in(memory: UnshardMemory, params: Sequence[FSDPParam]) -> BufferSet:
     with memory.present() as full:
         padded_fulls = full.split([p.full_numel for p in params])
         pairs = list(zip(params, padded_fulls, strict=True))
-        by_rank = [p.layout.by_rank(padded_full) for p, padded_full in pairs]
+        by_rank = [rows for p, padded_full in pairs for rows in p.rows_in(padded_full)]
         return BufferSet(memory, padded_fulls, by_rank, [p.views_in(padded_full) for p, padded_full in pairs])
 
 

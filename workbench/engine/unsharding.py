@@ -19,7 +19,7 @@ from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.memory_aliasing import is_same_storage
 from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.fsdp_state import FSDPState, detach, roots, state_of, states_below, units_of
-from workbench.engine.param_group import TrainingState
+from workbench.engine.param_group import FSDPParamGroup, TrainingState
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
@@ -64,6 +64,7 @@ def unshard_module(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer
 
     ranks = agreement.Agreement("unshard_module", units)
     ranks.check(holds)
+    check_gatherable(units, "unshard_module")
     params = [cast("DTensorParam", param) for unit in units for param in unit.params_as_defined]
     infos = {param.sharded_param: param.info for param in params}
     with ranks.all_or_none():
@@ -123,6 +124,16 @@ def check_undoable(
         )
 
 
+def check_gatherable(units: Sequence[FSDPParamGroup], what: str) -> None:
+    """Raise NotImplementedError if ``what`` would gather a parameter that defines its own all-gather."""
+    for param in (param for unit in units for param in unit.fsdp_params):
+        if param.has_own_memory:
+            raise NotImplementedError(
+                f"{what} cannot gather parameter {param.fqn!r}, which defines its own all-gather: that exchanges "
+                "what forward needs, and not the values of its shards"
+            )
+
+
 def _plain(param: DTensorParam) -> nn.Parameter:
     """Return the parameter in its form before fully_shard, with its current values, gradient and hooks."""
     sharded, like = param.sharded_param, param.full.param
@@ -157,6 +168,7 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
         return agreement.holdings(named, optimizers)
 
     agreement.Agreement("the copy", units_of(states)).check(holds)
+    check_gatherable(units_of(states), "the copy")
     managed = [cast("DTensorParam", param) for unit in units_of(states) for param in unit.fsdp_params]
     likes: dict[torch.Tensor, nn.Parameter] = {param.sharded_param: param.full.param for param in managed}
     for old, like in likes.items():

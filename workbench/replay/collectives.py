@@ -319,9 +319,9 @@ def closed_form(
     With ``p^ = padded_rows * F * elements of a row``, F the unit's shard size, R its copies, b_c and b_r the bytes per
     element of its all-gathers and reductions:
 
-    - in each pass a unit gathers ``sum of p^ * b_c`` over F ranks in forward and, if it is resharded after forward,
-      once more in backward: over F ranks, or with ``reshard_after_forward=K`` over K ranks, with K instead of F in p^
-      too, except in torch's engine;
+    - in each pass a unit gathers ``sum of p^ * b_c``, or what its parameters' own code exchanges, over F ranks in
+      forward and, if it is resharded after forward, once more in backward: over F ranks, or with
+      ``reshard_after_forward=K`` over K ranks, with K instead of F in p^ too, except in torch's engine;
     - it reduce-scatters ``sum of p^ * b_r`` of its trainable parameters over F ranks once in each pass that reduces:
       with accumulated gradients only in the last pass, and in at least one;
     - with R > 1 copies each rank's part of that, ``sum of p^ / F * b_r``, is then all-reduced over R ranks: at once, or
@@ -365,7 +365,7 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
         # after forward, torch keeps the padding for all ranks of a copy
         padded_for = size if unit.engine == TORCH_FULLY_SHARD else num_ranks
         sizes = ((_padded_elements(param, padded_for), unit.gathered_itemsize(param)) for param in unit.params)
-        payload = sum(elements * itemsize for elements, itemsize in sizes)
+        payload = unit.gather_nbytes or sum(elements * itemsize for elements, itemsize in sizes)
         yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
     reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -19,5 +19,15 @@ def is_same_storage(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def storages_nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the total bytes of the storages behind the tensors, each storage counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (plain.untyped_storage() for tensor in tensors for plain in _plain_tensors(tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a tensor subclass consists of, or the tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
