@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from workbench.engine._spmd_types import no_checks, tell_checker
 from workbench.engine._torch import tell_pipelining
 from workbench.engine.backends import is_of_kind
 from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.extended_param import ExtendedParam, ExtendedParamGroup
 from workbench.engine.fsdp_module import FSDPModule, sharded_class
-from workbench.engine.fsdp_state import FSDPState, attach, state_of
+from workbench.engine.fsdp_state import FSDPState, RegisterPostBackwardFunction, attach, state_of
 from workbench.engine.managed_params import (
     _get_managed_modules,
     _get_managed_states,
@@ -91,7 +92,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
         offload_policy: :class:`~workbench.engine.CPUOffloadPolicy` keeps shards, gradients, optimizer state on the CPU.
         ignored_params: parameters to leave unsharded.
         dp_mesh_dims: the data-parallel axes of ``mesh``, which may have more than two axes; all parameters must be
-            DTensors on it, ``Replicate()`` on these axes.
+            DTensors on it, ``Replicate()`` on these axes, or plain parameters with types of ``spmd_types``.
 
     Returns:
         ``module``, whose class is now a subclass with :class:`FSDPModule` mixed in.
@@ -109,6 +110,7 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     The module is unchanged if the call raises.
     """
     tell_pipelining(FSDPModule, state_of)
+    tell_checker(RegisterPostBackwardFunction)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
     policy = _policy(reshard_after_forward, mp_policy, offload_policy)
@@ -119,8 +121,9 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     _get_post_forward_mesh_info(policy.reshard_after_forward, info)
     managed = _get_managed_modules(modules)
     infos = _get_param_module_infos(managed, ignored)
-    _move_to(info.device, *_get_managed_states(managed, ignored))
-    groups = _make_groups(place(infos, shard_placement_fn, info, mp_policy), policy)
+    with no_checks():
+        _move_to(info.device, *_get_managed_states(managed, ignored))
+        groups = _make_groups(place(infos, shard_placement_fn, info, mp_policy), policy)
     auto = reshard_after_forward is None
     state = FSDPState(modules, groups, device=info.device, auto_reshard=auto, mp_policy=mp_policy)
     mark_taken(infos, ", ".join(type(m).__name__ for m in modules), FSDPState)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from workbench.engine._spmd_types import annotation_of
 from workbench.engine._torch import (
     REDUCES_IN_GRAD_DTYPE,
     Spec,
@@ -109,19 +109,19 @@ class DTensorParam(FSDPParam):
     reduces_in_grad_dtype = REDUCES_IN_GRAD_DTYPE
 
     def __init__(self, param: nn.Parameter, info: ParamModuleInfo, shard: Shard, mesh: FSDPMeshInfo) -> None:
-        layout = ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size)
+        self.info, self.layout = info, ShardLayout(local_tensor(param).shape, shard.dim, mesh.shard_mesh_size)
+        annotation = annotation_of(info.path, param, mesh)
+        stored = param if annotation is None else nn.Parameter(dtensor_of(param.detach(), annotation.spec))
         reduced_axes = (*mesh.spmd_shard_axes, *mesh.spmd_replicate_axes)
-        self.full = self._make_full(
-            info.path, layout.shape, spec_of(param) if isinstance(param, DTensor) else None, reduced_axes
-        )
-        super().__init__(info, layout, mesh, param.dtype, (self.full,))
+        self.full = self._make_full(spec_of(stored) if isinstance(stored, DTensor) else None, reduced_axes, annotation)
+        super().__init__(info, self.layout, mesh, param.dtype, (self.full,))
         self._given: nn.Parameter | None = param
         self._own_grad_dtype = (param.grad_dtype,) if has_own_grad_dtype(param) else ()
-        self._global_shape = param.shape
-        self.spec = _sharded_spec(info.path, param, shard, mesh)
+        self._global_shape = stored.shape
+        self.spec = _sharded_spec(info.path, stored, shard, mesh)
 
-    def _make_full(self, fqn: str, _shape: torch.Size, tp_spec: Spec | None, reduced_axes: Sequence[int]) -> FullParam:
-        return FullParam(fqn, tp_spec, reduced_axes)
+    def _make_full(self, *args: Any) -> FullParam:  # noqa: ANN401 - see FullParam
+        return FullParam(self.info.path, *args)
 
     @property
     def owned(self) -> tuple[nn.Parameter, ...]:

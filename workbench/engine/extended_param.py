@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from workbench.engine import probe
-from workbench.engine._torch import Spec, allow_reading, dtensor_of, forbid_reading, local_of
+from workbench.engine._torch import allow_reading, dtensor_of, forbid_reading, local_of
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.full_memory import FullMemory
 from workbench.engine.backends.memory_aliasing import is_same_storage
@@ -69,8 +69,8 @@ class ExtendedFull(FullParam):
     outputs: tuple[torch.Tensor, ...] = ()
     own: tuple[torch.Tensor, ...] = ()
 
-    def __init__(self, fqn: str, shape: torch.Size, tp_spec: Spec | None, reduced_axes: Sequence[int]) -> None:
-        super().__init__(fqn, tp_spec, reduced_axes)
+    def __init__(self, fqn: str, shape: torch.Size, *args: Any) -> None:  # noqa: ANN401 - see FullParam
+        super().__init__(fqn, *args)
         self._shape = shape
         self.make: Callable[..., Any] | None = None  # fsdp_post_all_gather, with all but ``out``
         self._values: torch.Tensor | None = None  # the full parameter as first made
@@ -166,8 +166,8 @@ class ExtendedParam(DTensorParam):
         self._plain_nbytes = self.full_numel * param.dtype.itemsize
         self.releases = self._asked_release()
 
-    def _make_full(self, fqn: str, shape: torch.Size, tp_spec: Spec | None, reduced_axes: Sequence[int]) -> FullParam:
-        return ExtendedFull(fqn, shape, tp_spec, reduced_axes)
+    def _make_full(self, *args: Any) -> FullParam:  # noqa: ANN401 - see FullParam
+        return ExtendedFull(self.info.path, self.layout.shape, *args)
 
     def _asked_release(self) -> bool:
         answer = getattr(self.first, RELEASES, bool)()

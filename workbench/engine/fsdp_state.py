@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine import module_names, probe, process_groups, refusal_text, root_checks
+from workbench.engine._spmd_types import no_checks
 from workbench.engine._torch import (
     base_of,
     is_in_backward,
@@ -340,6 +341,10 @@ class FSDPState:
 
     def post_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:  # noqa: ANN401 - hook signature
         """Reshard the units as their policy is, if no module of the call has yet to run; return the hooked output."""
+        with no_checks():
+            return self._after_forward(output)
+
+    def _after_forward(self, output: Any) -> Any:  # noqa: ANN401 - any structure
         if self.training_state is TrainingState.PRE_BACKWARD:
             return cast_floats(output, self.mp_policy.output_dtype)
         if output is None and self._has_failed():
@@ -784,7 +789,7 @@ class RootContext:
 
     def _finish_reductions(self, *, ends_iteration: bool) -> None:
         ctx = self.states[0].comm_ctx
-        with torch.no_grad(), ctx.streams.reducing(after_compute=False):
+        with no_checks(), torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.finish()
         ctx.join(all_streams=True)
         ctx.comms.wait_for_readers()

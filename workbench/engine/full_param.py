@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from workbench.engine._spmd_types import Annotation
 from workbench.engine._torch import Spec, dtensor_of, local_of, set_versions, waited, with_dtype
 
 _VERSIONS = 2**10
@@ -54,6 +55,7 @@ class FullParam:
         accumulated_grad: full gradient in the reduce dtype, of micro-batches not reduced yet.
         is_open: True while its memory holds its values.
         tp_spec: how tensor parallelism has split it; None if it has not.
+        annotation: what ``spmd_types`` says of it; then it is plain, whatever ``tp_spec``; None if nothing.
         grad_dtype: dtype to which autograd casts its gradient, in a tuple; None in it: no cast. Empty: its own.
     """
 
@@ -61,11 +63,18 @@ class FullParam:
     _inner: torch.Tensor  # the parameter itself, or the local tensor of a DTensor
     _view: FullView  # the view it points to while open
 
-    def __init__(self, fqn: str, tp_spec: Spec | None = None, reduced_axes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        tp_spec: Spec | None = None,
+        reduced_axes: Sequence[int] = (),
+        annotation: Annotation | None = None,
+    ) -> None:
         self.fqn = fqn
         self.accumulated_grad: torch.Tensor | None = None
         self.is_open = False
         self.tp_spec = tp_spec
+        self.annotation = annotation
         self.grad_dtype: tuple[()] | tuple[torch.dtype | None] = ()
         self._before_grad: Callable[[torch.Tensor], None] | None = None
         self._hook: RemovableHandle | None = None  # handle of _before_grad on the current parameter
@@ -115,7 +124,7 @@ class FullParam:
         self._nothing = _unreadable(full) if type(full) is torch.Tensor else full
         had = self.param.grad if hasattr(self, "param") else None
         data: torch.Tensor = full.data
-        if self.tp_spec is not None:
+        if self.tp_spec is not None and self.annotation is None:
             data = dtensor_of(data, with_dtype(self.tp_spec, data.dtype))
         self.param = nn.Parameter(data, requires_grad=requires_grad)
         self._hook = None
@@ -137,8 +146,16 @@ class FullParam:
     @property
     def may_be_partial(self) -> bool:
         """True if its gradient may be partial sums over tensor-parallel ranks, as that of a norm."""
-        placements = () if self.tp_spec is None else self.tp_spec.placements
-        return any(p.is_replicate() for axis, p in enumerate(placements) if axis not in self._reduced_axes)
+        if self.annotation is not None:
+            found = [placement.is_partial() for placement in self.annotation.grad_spec.placements]
+        else:
+            found = [p.is_replicate() for p in (() if self.tp_spec is None else self.tp_spec.placements)]
+        return any(may_be for axis, may_be in enumerate(found) if axis not in self._reduced_axes)
+
+    def annotate(self) -> None:
+        """Annotate the parameter again, if it was and types are being checked."""
+        if self.annotation is not None:
+            self.annotation.put_on_if_checked(self.param)
 
     def close(self) -> None:
         """Empty the parameter; no-op if closed.
@@ -228,6 +245,8 @@ class FullParam:
 
     def _plain_grad(self) -> torch.Tensor:
         grad = cast("torch.Tensor", self.param.grad)
+        if self.annotation is not None:
+            grad = self.annotation.as_grad(waited(grad))
         if isinstance(grad, DTensor):
             spec = cast("Spec", self.tp_spec)
             wanted = tuple(

@@ -14,6 +14,7 @@ import torch
 
 from workbench import events
 from workbench.engine import probe, unit_collectives
+from workbench.engine._spmd_types import no_checks
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.copies import Grads
 from workbench.engine.backends.full_memory import FullMemory
@@ -483,6 +484,8 @@ class FSDPParamGroup:
         if recomputed:
             self.recomputes()
         self.training_state = TrainingState.FORWARD
+        for full in itertools.chain.from_iterable(param.fulls for param in self.fsdp_params):
+            full.annotate()
         probe.event(Kind.FORWARD, Edge.BEGIN, self.index)
 
     def post_forward(self, *, backward_follows: bool, recomputed: bool) -> None:
@@ -564,8 +567,9 @@ class FSDPParamGroup:
             self._reduce()
         else:
             self._reshard_after_backward()  # first: a cast of the gradients may need the memory
-            for param in self.fsdp_params:
-                param.accumulate_grad(self.grad_dtype_of(param))
+            with no_checks():
+                for param in self.fsdp_params:
+                    param.accumulate_grad(self.grad_dtype_of(param))
             self._account_grads()
         self._rest()
         self.training_state = TrainingState.IDLE

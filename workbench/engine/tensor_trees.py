@@ -15,16 +15,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from workbench.engine._spmd_types import no_checks
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
-    """Run ``function`` without autograd, and outside inference mode so that training can use its tensors later."""
+    """Run ``function`` without autograd or type checks, and outside inference mode: training can use its tensors."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(), torch.no_grad():
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with no_checks(), outside, torch.no_grad():
             return function(*args, **kwargs)
 
     return run

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from workbench.engine import agreement
+from workbench.engine._spmd_types import Annotation
 from workbench.engine._torch import dtensor_of, local_of, share_grad_dtype, share_post_accumulate_hooks, spec_of
 from workbench.engine.backends import is_of_kind
 from workbench.engine.backends.memory_aliasing import is_same_storage
@@ -125,12 +126,17 @@ def check_undoable(
 
 
 def check_gatherable(units: Sequence[FSDPParamGroup], what: str) -> None:
-    """Raise NotImplementedError if ``what`` would gather a parameter that defines its own all-gather."""
+    """Raise NotImplementedError if ``what`` cannot gather a parameter."""
     for param in (param for unit in units for param in unit.fsdp_params):
         if param.has_own_memory:
             raise NotImplementedError(
                 f"{what} cannot gather parameter {param.fqn!r}, which defines its own all-gather: that exchanges "
                 "what forward needs, and not the values of its shards"
+            )
+        if any(full.annotation is not None and full.annotation.splits_more for full in param.fulls):
+            raise NotImplementedError(
+                f"{what} cannot gather parameter {param.fqn!r}, which is annotated with spmd_types as split over ranks "
+                "that fully_shard does not split it over"
             )
 
 
@@ -139,6 +145,8 @@ def _plain(param: DTensorParam) -> nn.Parameter:
     sharded, like = param.sharded_param, param.full.param
     plain = nn.Parameter(state_like(like, sharded), requires_grad=sharded.requires_grad)
     share_grad_dtype(sharded, plain)
+    if param.full.annotation is not None:
+        param.full.annotation.put_on(plain)
     if sharded.grad is not None:
         plain.grad = state_like(like, sharded.grad)
     share_post_accumulate_hooks(sharded, plain)
@@ -171,9 +179,13 @@ def plain_copy(module: M, memo: dict[int, Any], optimizers: Sequence[torch.optim
     check_gatherable(units_of(states), "the copy")
     managed = [cast("DTensorParam", param) for unit in units_of(states) for param in unit.fsdp_params]
     likes: dict[torch.Tensor, nn.Parameter] = {param.sharded_param: param.full.param for param in managed}
+    annotations: dict[torch.Tensor, Annotation | None] = {p.sharded_param: p.full.annotation for p in managed}
     for old, like in likes.items():
         memo[id(old)] = plain = nn.Parameter(state_like(like, old), requires_grad=old.requires_grad)
         share_grad_dtype(old, plain)
+        annotation = annotations[old]
+        if annotation is not None:
+            annotation.put_on(plain)
         if old.grad is not None:
             plain.grad = state_like(like, old.grad)
     for optimizer in optimizers:
