@@ -47,6 +47,7 @@ SETTERS = [
     "set_reduce_scatter_max_input_buffers",
     "set_requires_all_reduce",
     "set_requires_gradient_sync",
+    "set_separate_reduce_scatter_group",
     "set_reshard_after_backward",
     "set_reshard_after_forward",
     "set_unshard_in_backward",

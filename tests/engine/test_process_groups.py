@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d
 from tests.engine.test_collective_order import gather
 from tests.helpers.forked_ranks import on_one_rank, outcomes, run_ranks
 from tests.helpers.parity import shard_net
+from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
@@ -22,6 +23,7 @@ from workbench.engine.backends.streams import StreamTransport, StreamWork
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import Collective
 from workbench.engine.fsdp_state import states_below, units_of
+from workbench.events import Edge, Kind
 
 MIXED = "cpu:gloo,cuda:nccl"
 
@@ -147,3 +149,34 @@ def test_a_partial_failure_is_unfinished_while_the_rest_runs():
     begun, is_free = (multiprocessing.get_context("fork").Event() for _ in range(2))
     found = outcomes(3, with_one_peer_dead_and_one_that_never_comes, begun, is_free, timeout_s=20)
     assert found == [("ok", [False, 1]), ("ok", None), ("died", "exit code 1")]
+
+
+# ---- a group of its own for reduce-scatter
+
+
+def in_groups(comm: str) -> tuple[list[int], bool]:
+    """Train with the setting on, off and on; return the number of groups in each step, and if gradients are equal."""
+    with pytest.MonkeyPatch.context() as patch, recording() as record:
+        patch.setenv("WORKBENCH_COMM", comm)
+        models = [shard_net(make_net(num_blocks=1)) for _ in range(2)]
+        steps = []
+        for step, enable in enumerate((True, False, True)):
+            models[0].set_separate_reduce_scatter_group(enable)
+            record.clear()
+            for model in models:
+                loss_of(model, batch(dist.get_rank(), step)).backward()
+            own = {unit.index for unit in units_of(states_below(models[0]))}
+            used: dict[Kind, set[int]] = {Kind.ALL_GATHER: set(), Kind.REDUCE_SCATTER: set()}
+            for kind, edge, unit, _, number, _ in record.rows:
+                if kind in used and edge is Edge.BEGIN and unit in own:
+                    used[kind].add(number.group)
+            steps.append((len(used[Kind.ALL_GATHER] | used[Kind.REDUCE_SCATTER]), used[Kind.REDUCE_SCATTER]))
+            assert all(record.groups[group] == (0, 1) for group in used[Kind.REDUCE_SCATTER])
+            process_groups.rebuild_all()
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    return [count for count, _ in steps], all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("comm", ["", "gloo", "default"])
+def test_reductions_may_have_a_group_of_their_own(comm):
+    assert run_ranks(2, in_groups, comm) == [([2, 1, 2], True)] * 2

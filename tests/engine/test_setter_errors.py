@@ -75,6 +75,7 @@ WRONG_SETTINGS: dict[str, tuple[str, tuple[object, ...], type[Exception], Words]
         TypeError,
         ("set_unshard_in_backward", "'no'", "takes True or False, got"),
     ),
+    "own group": ("set_separate_reduce_scatter_group", ("no",), TypeError, ("'no'", "takes True or False, got")),
     "force sum": ("set_force_sum_reduction_for_comms", ("no",), TypeError, ("'no'", "takes True or False, got")),
     "allocate": (
         "set_allocate_memory_from_process_group_for_comm",

@@ -4,8 +4,7 @@ Differences from torch's engine:
 
 - A user's mistake is a ValueError, TypeError, NotImplementedError or RuntimeError, never an AssertionError. Flags must
   be bools, and policies instances of the classes here.
-- Not supported: transforms of ``torch.func`` around a sharded module, deprecated
-  names, ``set_separate_reduce_scatter_group`` and ``set_symm_mem_for_comm``.
+- Not supported: transforms of ``torch.func`` around a sharded module, deprecated names and ``set_symm_mem_for_comm``.
 - A full parameter kept past its reshard reads as NaN.
 - Parameters that ``param_dtype_override_fn`` keeps in their own dtype have an all-gather and a reduce-scatter of their
   own, and so have tensors with ``fsdp_pre_all_gather``, which are split along dim 0 only. What torch 2.15 added works

@@ -261,6 +261,11 @@ class FSDPModule:
         for unit in units_of(_states(self, recurse=recurse)):
             unit.set_max_reductions(max_input_buffers)
 
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce-scatter in a process group of its own, so that it does not wait for an all-gather; collective."""
+        for unit in units_of(_states(self, recurse=recurse)):
+            unit.separate_reductions(_flag(enable, "set_separate_reduce_scatter_group"))
+
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:

@@ -313,7 +313,12 @@ class FSDPParamGroup:
         """The process groups that the unit uses."""
         infos = (self.mesh_info, self.post_forward_mesh_info)
         groups = [group for info in infos if info is not None for group in (info.shard_group, info.replicate_group)]
-        return [group for group in dict.fromkeys(groups) if group is not None]
+        return [group for group in dict.fromkeys([*groups, self._reducer.scatter_group]) if group is not None]
+
+    def separate_reductions(self, enable: bool) -> None:
+        """Reduce-scatter in a process group of its own, or not; all ranks of the unit must call this together."""
+        self.sync.separate_group = enable
+        _ = self._reducer.scatter_group
 
     @property
     def shard_numel(self) -> int:

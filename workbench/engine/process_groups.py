@@ -31,6 +31,9 @@ from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 _NUMBERS = itertools.count()
 """Numbers of groups in their names, by which traces of ranks find them: all ranks make them in the same order."""
 
+SEPARATE = "reduce-scatter"
+"""Purpose of the groups in which units reduce gradients while they gather parameters in others."""
+
 OWN = "workbench/"
 """Name prefix of the engine's process groups."""
 
@@ -45,7 +48,8 @@ class CommGroup:
     Attributes:
         ranks: global ranks, in group order.
         device_type: of the tensors it communicates.
-        purpose: purpose of a group that carries steps of another group's collectives; empty for units' collectives.
+        purpose: purpose of a group that carries steps of another group's collectives; empty for units' collectives, or
+            :data:`SEPARATE`.
         rank: this process's position among them.
         size: number of ranks.
         process_group: the current c10d group; None while there is none.
@@ -72,7 +76,8 @@ class CommGroup:
         self.let_go()
         self.index = next(GROUP_INDICES)
         # another count than the index: that of c10d's groups, which not all ranks may use, must not change it
-        name_in_trace = "" if self.purpose else f"group {next(_NUMBERS)}"
+        is_of_units = self.purpose in {"", SEPARATE}
+        name_in_trace = f"group {next(_NUMBERS)}" if is_of_units else ""
         self._seq = 0
         self._given_up = ""
         # a rank that joins later has the same count: a new default group resets it on all ranks
@@ -86,7 +91,7 @@ class CommGroup:
             self.process_group = new_group(self.ranks, name, self.device_type)
         self._transport = backend_of(device_here(self.device_type)).transport(self.process_group)
         self._next_look_s = 0.0
-        if probe.active is not None and not self.purpose:
+        if probe.active is not None and is_of_units:
             probe.active.comm_group(self.index, self.ranks, name_in_trace)
 
     def _renew_order_check(self, store: Store) -> None:

@@ -40,7 +40,7 @@ from workbench.engine.collective_order import Collective
 from workbench.engine.comm import ReduceScatter, StageKeeper, all_reduce_in_place, give_back, traits_of
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.param import FSDPParam
-from workbench.engine.process_groups import CommGroup
+from workbench.engine.process_groups import SEPARATE, CommGroup, group_of
 from workbench.engine.unit_collectives import UnitId, alive_unless_raised
 from workbench.events import Category, Edge, Kind
 
@@ -119,6 +119,7 @@ class GradientSync:
         reduce_unused: reduce a zero gradient for a parameter that got none.
         all_reduce_hook: called with the reduced shard ``[S]``, before it is divided.
         hook_stream: CUDA stream the hook runs in; None: the engine's.
+        separate_group: reduce-scatter in a process group of its own, so that it does not wait for an all-gather.
         comm_hook: averages gradients ``[S]`` in place, instead of the all-reduce; the engine then divides nothing.
             With shards, the unit's reduce-scatter is a custom one that averages too.
     """
@@ -130,6 +131,7 @@ class GradientSync:
     reduce_unused: bool = False
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     hook_stream: torch.cuda.Stream | None = None
+    separate_group: bool = False
     comm_hook: Callable[[torch.Tensor], object] | None = None
 
 
@@ -183,6 +185,14 @@ class Reducer:
     @property
     def _backend(self) -> Backend:
         return backend_of(torch.device(self.mesh_info.mesh.device_type))
+
+    @property
+    def scatter_group(self) -> CommGroup | None:
+        """The group of the reduce-scatter; None for one rank. Its ranks create a separate one at its first use."""
+        group = self.mesh_info.shard_group
+        if group is None or not self.sync.separate_group:
+            return group
+        return group_of(group.ranks, group.device_type, SEPARATE)
 
     def dtype_with(self, dtypes: Iterable[torch.dtype]) -> torch.dtype:
         """Return the dtype of a reduction of gradients of ``dtypes``, at least one, and of those from :meth:`keep`."""
@@ -457,7 +467,7 @@ def foreach_reduce(
         dtype: of the reduction.
     """
     unit, device, scaling = reducer.unit, reducer.mesh_info.device, reducer.scaling(dtype)
-    then, group, slot_numel = reducer.plan(unused), reducer.mesh_info.shard_group, sum(p.slot_numel for p in params)
+    then, group, slot_numel = reducer.plan(unused), reducer.scatter_group, sum(p.slot_numel for p in params)
     if group is None:
         return ShardSum(then, _laid_out(reducer, params, grads, dtype))
     traits = traits_of(reduce)
