@@ -101,6 +101,13 @@ def test_a_function_takes_torchs_arguments(name):
     assert by_position(ours) == by_position(theirs)
 
 
+@needs_2_15
+def test_replicate_takes_torchs_arguments():
+    theirs = importlib.import_module("torch.distributed._composable.replicate_with_fsdp").replicate
+    assert arguments(engine.replicate) == arguments(theirs)
+    assert by_position(engine.replicate) == by_position(theirs)
+
+
 @pytest.mark.parametrize("name", ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"])
 def test_a_policy_takes_torchs_fields(name):
     ours, theirs = (getattr(module, name) for module in (engine, torch_fsdp))

@@ -23,7 +23,7 @@ To follow one all-gather from hook to wire, read ``fsdp_state.py`` (hooks), ``pa
 ``param_group.py`` and ``reduction.py``.
 """
 
-from workbench.engine.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from workbench.engine.api import fully_shard, register_fsdp_forward_method, replicate, share_comm_ctx
 from workbench.engine.comm import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 from workbench.engine.errors import CollectiveFailed, RanksDisagreeError, StepAborted
 from workbench.engine.fsdp_module import FSDPModule, GradientReductionHandle, UnshardHandle
@@ -57,6 +57,7 @@ __all__ = [
     "rebuild_groups",
     "register_fsdp_forward_method",
     "remap_optimizer",
+    "replicate",
     "reshard_module",
     "reshard_unit",
     "share_comm_ctx",

@@ -1,9 +1,9 @@
-"""``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx``."""
+"""``fully_shard``, ``replicate``, ``register_fsdp_forward_method`` and ``share_comm_ctx``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -22,7 +22,13 @@ from workbench.engine.managed_params import (
     _get_param_module_infos,
     mark_taken,
 )
-from workbench.engine.mesh import DataParallelMeshDims, _get_post_forward_mesh_info, mesh_info
+from workbench.engine.mesh import (
+    DataParallelMeshDims,
+    FSDPMeshInfo,
+    _get_post_forward_mesh_info,
+    mesh_info,
+    replicated_mesh_info,
+)
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
 from workbench.engine.shard_placement import PlacedUnit, ShardPlacementFn, place
@@ -109,8 +115,6 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
 
     The module is unchanged if the call raises.
     """
-    tell_pipelining(FSDPModule, state_of)
-    tell_checker(RegisterPostBackwardFunction)
     modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
     _check_modules(modules)
     policy = _policy(reshard_after_forward, mp_policy, offload_policy)
@@ -119,22 +123,69 @@ def fully_shard(  # noqa: PLR0913 - the arguments are torch's
     if dp_mesh_dims is not None and not isinstance(policy.reshard_after_forward, bool):
         raise NotImplementedError("with dp_mesh_dims, reshard_after_forward takes True, False or None, not an int")
     _get_post_forward_mesh_info(policy.reshard_after_forward, info)
+    _shard(modules, info, policy, ignored, shard_placement_fn, auto_reshard=reshard_after_forward is None)
+    return module
+
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
+
+
+def replicate(
+    module: M | L,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M | L:
+    """Keep the parameters of a module whole on every rank of ``mesh``, and average their gradients in one all-reduce.
+
+    As :func:`fully_shard`, with one copy per rank: parameters become ``Replicate()`` DTensors, and the methods of
+    :class:`FSDPModule` work.
+
+    Args:
+        module: as for :func:`fully_shard`, like all that is not named here.
+        mesh: 1-D mesh of the ranks; None: all ranks.
+        mp_policy: dtypes of compute, reduction and output.
+        offload_policy: keeps parameters and gradients on the CPU.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: the data-parallel axes of a mesh of more axes; only ``replicate``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`fully_shard`; a mesh with other axes.
+    """
+    modules = tuple(module) if isinstance(module, (list, tuple)) else (module,)
+    _check_modules(modules)
+    policy = _policy(None, mp_policy, offload_policy)
+    ignored = _ids_of(() if ignored_params is None else ignored_params)
+    _shard(modules, replicated_mesh_info(mesh, dp_mesh_dims), policy, ignored, None, auto_reshard=True)
+    return module
+
+
+def _shard(
+    modules: tuple[nn.Module, ...],
+    info: FSDPMeshInfo,
+    policy: UnitPolicy,
+    ignored: frozenset[int],
+    shard_placement_fn: ShardPlacementFn | None,
+    *,
+    auto_reshard: bool,
+) -> None:
+    tell_pipelining(FSDPModule, state_of)
+    tell_checker(RegisterPostBackwardFunction)
+    mp_policy = policy.mp_policy
     managed = _get_managed_modules(modules)
     infos = _get_param_module_infos(managed, ignored)
     with no_checks():
         _move_to(info.device, *_get_managed_states(managed, ignored))
         groups = _make_groups(place(infos, shard_placement_fn, info, mp_policy), policy)
-    auto = reshard_after_forward is None
-    state = FSDPState(modules, groups, device=info.device, auto_reshard=auto, mp_policy=mp_policy)
+    state = FSDPState(modules, groups, device=info.device, auto_reshard=auto_reshard, mp_policy=mp_policy)
     mark_taken(infos, ", ".join(type(m).__name__ for m in modules), FSDPState)
     for m in modules:
         attach(m, state)
-        m.__class__ = cast("type[M]", sharded_class(type(m)))
+        m.__class__ = sharded_class(type(m))
     state.name_units()
-    return module
-
-
-fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
@@ -262,6 +313,7 @@ __all__ = [
     "plain_copy",
     "register_fsdp_forward_method",
     "remap_optimizer",
+    "replicate",
     "share_comm_ctx",
     "unshard_module",
 ]

@@ -249,6 +249,24 @@ def mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None)
     return FSDPMeshInfo(mesh, shard_mesh_dim=0)
 
 
+def replicated_mesh_info(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> FSDPMeshInfo:
+    """Check ``mesh`` (None: all ranks), 1-D or with ``dims``, and return the info of copies that are not split.
+
+    Raises:
+        TypeError, ValueError: as :func:`mesh_info`; a mesh of more axes; ``dims`` with an axis to shard over.
+    """
+    info = mesh_info(mesh, dims)
+    if dims is None and info.mesh.ndim == 1:
+        return ReplicatedMeshInfo(info.mesh, replicate_mesh_dim=0)
+    if dims is None or dims.shard is not None:
+        given = f"a mesh of shape {tuple(info.mesh.shape)}" if dims is None else f"dp_mesh_dims, shard={dims.shard!r}"
+        raise ValueError(
+            f"replicate got {given}; it takes a 1-D mesh, or dp_mesh_dims=DataParallelMeshDims(replicate=...): to "
+            "split parameters too, call fully_shard with a mesh of (replicate, shard)"
+        )
+    return info
+
+
 def _check_dims(mesh: DeviceMesh, dims: object) -> None:
     """Raise TypeError or ValueError for axes that cannot be the data-parallel ones of ``mesh``."""
     if not isinstance(dims, DataParallelMeshDims):
