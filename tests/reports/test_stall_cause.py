@@ -43,9 +43,18 @@ def test_a_rank_that_issued_something_else():
     assert found.verdict == "rank 1 issued all-reduce (model.py:9) where ranks 0, 2 issued all-gather of blocks.2"
     assert found.evidence == (
         "number 4 of group 0 of step 0: rank 1 all-reduce, ranks 0, 2 all-gather of blocks.2",
-        f"rank 1 is in {OWN[-1]}",
+        f"rank 1 is in {OWN[-1]} (called from train.py:31)",
     )
     assert (found.rule, found.fix) == ("other-collective", SAME_CALLS)
+
+
+def test_of_two_ranks_without_the_third_none_is_the_exception():
+    small, large = ({**gather(1, kind=Kind.ALL_REDUCE, unit=-1), "num_bytes": each} for each in (8, 16))
+    found = cause_of(alive(0), alive(1, large), alive(2, small), groups=((0, 1, 2),))
+    assert found.rule == "other-payload"
+    assert found.verdict.startswith(
+        "ranks 1-2 differ, and the call of rank 0 is not recorded: rank 2 issued all-reduce"
+    )
 
 
 def test_ranks_in_another_order():

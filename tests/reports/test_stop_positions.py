@@ -5,15 +5,14 @@ import pytest
 from tests.helpers.trace_strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.rank_messages import EventInfo, Hold, Position, StepPosition
+from workbench.reports.event_text import event_words, unit_names
 from workbench.reports.pause_results import row_of
 from workbench.reports.stop_positions import (
     StopGroup,
     describe,
-    event_words,
     live_units,
     param_names,
     state_of,
-    unit_names,
 )
 
 UNITS = {0: "blocks.0", 1: ""}

@@ -76,11 +76,12 @@ class Divergence:
         group: index of the group.
         number: how many collectives the group issued before it.
         step: step of the ranks that are fewer.
-        most: what most ranks issued; of two equal parties that of the lowest rank. If only the others issued what
-            followed the same calls before, theirs.
+        most: what most ranks issued; of two equal parties that of the lowest rank, or of the others if only they
+            issued what followed the same calls before.
         most_ranks: these ranks.
         other: what others issued in its place.
         other_ranks: these ranks.
+        unknown_ranks: ranks of the group whose call is not recorded.
         parting: how the calls of the fewer ranks differ from those of most.
         most_passes: passes that the lowest of most ranks had begun when it issued its own.
         other_passes: passes that the lowest of the others had begun.
@@ -94,6 +95,7 @@ class Divergence:
     other: IssuedCall
     other_ranks: tuple[int, ...]
     parting: Parting
+    unknown_ranks: tuple[int, ...] = ()
     most_passes: tuple[BegunPass, ...] = ()
     other_passes: tuple[BegunPass, ...] = ()
 
@@ -131,7 +133,9 @@ def first_divergence(trace: Trace) -> Divergence | None:
     )
     found_first = replace(first, most_passes=most, other_passes=other)
     calls_of = [(trace.rank(ranks[0]), first.group, first.number) for ranks in (first.most_ranks, first.other_ranks)]
-    is_swapped = first.parting is Parting.UNKNOWN and [is_usual(*call) for call in calls_of] == [False, True]
+    is_even = len(first.most_ranks) == len(first.other_ranks)  # else fewer ranks are the exception, whatever they did
+    is_unknown = is_even and first.parting is Parting.UNKNOWN
+    is_swapped = is_unknown and [is_usual(*call) for call in calls_of] == [False, True]
     return found_first.swapped() if is_swapped else found_first
 
 
@@ -274,6 +278,7 @@ def _divergence(group: int, number: int, calls: Mapping[int, Rows]) -> tuple[int
         most_ranks=most_ranks,
         other=other,
         other_ranks=other_ranks,
+        unknown_ranks=tuple(sorted(calls.keys() - by_rank.keys())),
         parting=_parting(most, other, *next_of),
     )
 

@@ -123,16 +123,19 @@ class RunPosition:
         return self.state in (RunState.ENDED, RunState.FAILED, RunState.LOST)
 
     @property
+    def users_frames(self) -> tuple[str, ...]:
+        """The calls that are not of a library, the innermost last; empty if unknown."""
+        return tuple(frame for frame in self.frames if not is_of_a_library(frame))
+
+    @property
     def users_frame(self) -> str:
-        """The innermost call that is not of a library; empty if unknown."""
-        own = [frame for frame in self.frames if not is_of_a_library(frame)]
-        return own[-1] if own else ""
+        """The innermost of them; empty if unknown."""
+        return next(reversed(self.users_frames), "")
 
     @property
     def short_frames(self) -> tuple[str, ...]:
         """The stack without the calls of libraries, except the innermost of all."""
-        own = (*(frame for frame in self.frames if not is_of_a_library(frame)), *self.frames[-1:])
-        return tuple(dict.fromkeys(own))
+        return tuple(dict.fromkeys((*self.users_frames, *self.frames[-1:])))
 
 
 def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]:

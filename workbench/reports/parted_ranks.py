@@ -28,6 +28,7 @@ _FIX = {
     Parting.LEFT_OUT: SAME_CALLS,
     Parting.UNKNOWN: SAME_CALLS,
 }
+_MAX_CALLERS = 3
 _RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload", Parting.ROOT: "other-root"}
 
 
@@ -83,6 +84,11 @@ class _Words:
                 verdict = f"{mine} left out {most}{at}, which {theirs} issued{there}"
             case Parting.UNKNOWN:
                 verdict = f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
+        if found.unknown_ranks and len(found.most_ranks) == len(
+            found.other_ranks
+        ):  # so which ones are fewer is not known
+            both = label(sorted((*found.most_ranks, *found.other_ranks)))
+            verdict = f"{both} differ, and the call of {label(found.unknown_ranks)} is not recorded: {verdict}"
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
 
@@ -137,11 +143,14 @@ class _Words:
         verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many)}"
         if call.unit >= 0:
             return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+        have_left = self._have_left_loop(few, many)
         rule, fix = {
             True: ("uneven-batches", SAME_BATCHES),
             False: ("other-collective", SAME_CALLS),
             None: ("other-collective", f"{SAME_CALLS}; if {label(few)} had no further batch, {SAME_BATCHES}"),
-        }[self._have_left_loop(few, many)]
+        }[have_left]
+        if not have_left and len(many) < len(few):
+            verdict = f"{label(many)} began forward {forwards + 1}{self._line(many)}, where {own}"
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
 
     def _have_left_loop(self, few: Sequence[int], many: Sequence[int]) -> bool | None:
@@ -182,9 +191,19 @@ def progress_words(passes: Sequence[BegunPass]) -> str:
 
 
 def frame_lines(positions: Iterable[RunPosition]) -> list[str]:
-    """Return the user's own line in which each rank is, ranks in the same line together."""
-    found = by_value((each.rank, each.users_frame) for each in positions if each.users_frame)
-    return [f"{label(ranks)} {'are' if len(ranks) > 1 else 'is'} in {frame}" for frame, ranks in found.items()]
+    """Return the user's own line in which each rank is, and what called it; ranks in the same lines together."""
+    found = by_value((each.rank, each.users_frames) for each in positions if each.users_frames)
+    return [
+        f"{label(ranks)} {'are' if len(ranks) > 1 else 'is'} in {_with_callers(frames)}"
+        for frames, ranks in found.items()
+    ]
+
+
+def _with_callers(frames: Sequence[str]) -> str:
+    """Return the innermost of the user's own calls as text, with the places that led to it, the nearest first."""
+    *callers, frame = frames
+    places = list(dict.fromkeys(short_place(each) for each in reversed(callers)))[:_MAX_CALLERS]
+    return f"{frame} (called from {', '.join(places)})" if places else frame
 
 
 def _is(passes: Sequence[BegunPass], wanted: BegunPass) -> bool:
