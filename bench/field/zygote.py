@@ -96,6 +96,7 @@ def _run(order: dict[str, Any], rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in world.items()}, GROUP_RANK="0", **order["env"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(Path(order["out"]).parent)
+    torch.set_num_threads(1)  # renews torch's pool of threads: several threads that do so at once end the process
     sys.argv = ["workbench.record", "--out", order["out"], order["script"], *order["args"]]
     runpy.run_module("workbench.record", run_name="__main__", alter_sys=True)
 
