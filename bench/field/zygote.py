@@ -22,16 +22,15 @@ GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 def main() -> None:
     import accelerate  # noqa: F401
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-    import transformers.models.bert.modeling_bert
+    import torch.distributed.fsdp  # noqa: F401
+    import torch.distributed.tensor.parallel  # noqa: F401
+    import transformers.models.bert.modeling_bert  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import workbench.record  # noqa: F401
     from workbench import Workbench
     from workbench.reports import as_json
 
-    torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -96,7 +95,8 @@ def _run(order: dict[str, Any], rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in world.items()}, GROUP_RANK="0", **order["env"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(Path(order["out"]).parent)
-    torch.set_num_threads(1)  # renews torch's pool of threads: several threads that do so at once end the process
+    # before the fork, a thread of each rank would renew torch's pool of threads; several at once end the process
+    sys.modules["torch"].set_num_threads(1)
     sys.argv = ["workbench.record", "--out", order["out"], order["script"], *order["args"]]
     runpy.run_module("workbench.record", run_name="__main__", alter_sys=True)
 

@@ -313,18 +313,22 @@ def test_the_users_frame_is_the_innermost_that_is_not_of_a_library():
 def test_where_the_ranks_of_a_request_are():
     trace = recording(rank(0, gather(1)), rank(1, gather(1, number=3), gather(2, END, number=3), FORWARD)).trace
     frames = {0: OWN, 1: OWN[:1]}
-    found = live_positions(trace, {0: DEADLOCKED_NS, 1: STALLED_NS}, (), {0: 0, 1: 0}, frames)
+    found = live_positions(trace, {0: DEADLOCKED_NS, 1: STALLED_NS}, {}, {0: 0, 1: 0}, frames)
     assert [each.frames for each in found] == [OWN, OWN[:1]]
     assert [each.state for each in found] == [RunState.WAITS, RunState.SILENT]
     assert (found[0].pending.absent, found[1].pending) == ((1,), None)
-    found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, (), {0: 0, 1: 0}, {})
+    found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, {}, {0: 0, 1: 0}, {})
     assert [each.state for each in found] == [RunState.IN_COLLECTIVE, RunState.RUNS]
-    found = live_positions(trace, {}, {0, 1}, {0: 0, 1: 0}, frames)
-    assert [(each.state, each.pending, each.frames) for each in found] == [(RunState.ENDED, None, ())] * 2
+    found = live_positions(trace, {}, {0: "", 1: "KeyError: 'lang'"}, {0: 0, 1: 0}, frames)
+    assert [(each.state, each.pending, each.frames) for each in found] == [
+        (RunState.ENDED, None, ()),
+        (RunState.FAILED, None, ()),
+    ]
+    assert [each.ending for each in found] == [Ending.SUCCESS, Ending.ERROR]
 
 
 @pytest.mark.parametrize(("since", "absent", "unknown"), [(70, (1,), ()), (60, (), (1,))])
 def test_a_group_that_a_rank_has_not_used_since_the_request_began_is_not_begun_there(since, absent, unknown):
     trace = recording(rank(0, gather(1, group=1), first=70), rank(1, FORWARD, first=70), groups=((0, 1), (0, 1))).trace
-    waits, _ = live_positions(trace, {0: DEADLOCKED_NS}, (), {0: since, 1: since}, {})
+    waits, _ = live_positions(trace, {0: DEADLOCKED_NS}, {}, {0: since, 1: since}, {})
     assert (waits.pending.absent, waits.pending.unknown) == (absent, unknown)

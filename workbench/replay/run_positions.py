@@ -157,7 +157,7 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
 def live_positions(
     trace: Trace,
     for_ns: Mapping[int, int],
-    ended: Container[int],
+    ended: Mapping[int, str],
     since: Mapping[int, int],
     frames: Mapping[int, tuple[str, ...]],
 ) -> tuple[RunPosition, ...]:
@@ -166,7 +166,7 @@ def live_positions(
     Args:
         trace: of the ranks, the newest rows of the request.
         for_ns: time since the last event of each rank that answered.
-        ended: ranks that have ended the request.
+        ended: for each rank that has ended the request, the error that it raised as ``Name: text``; empty: none.
         since: number of each rank's first row of the request; before it, all ranks had issued the same collectives.
         frames: calls of the user's code on the ranks that answered, the innermost last.
     """
@@ -177,14 +177,17 @@ def live_positions(
         call = _open_call(part)
         pending = None if call is None or part.rank in ended else _pending(trace.header, part, call, begun)
         quiet_ns = for_ns.get(part.rank, 0)
+        reason = ended.get(part.rank, "")
         if part.rank in ended:
-            state = RunState.ENDED
+            state = RunState.FAILED if reason else RunState.ENDED
         elif pending is not None:
             state = RunState.WAITS if quiet_ns >= DEADLOCKED_NS else RunState.IN_COLLECTIVE
         else:
             state = RunState.SILENT if quiet_ns >= STALLED_NS else RunState.RUNS
         own = () if part.rank in ended else frames.get(part.rank, ())
-        found.append(RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending, frames=own))
+        found.append(
+            RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending, frames=own, reason=reason)
+        )
     return tuple(found)
 
 

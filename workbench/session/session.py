@@ -774,7 +774,7 @@ class Session:
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
-        ended = set(request.pending.ranks) - set(request.watch.running)
+        ended = {rank: _raised(request.pending, rank) for rank in {*request.pending.ranks} - {*request.watch.running}}
         frames = {rank: line.frames for rank, line in lines.items() if line is not None}
         found = live_positions(self._since(newest), quiet, ended, since, frames)
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
@@ -1011,6 +1011,12 @@ class Session:
             )
             for rank, position in found.items()
         }
+
+
+def _raised(pending: PendingReplies, rank: int) -> str:
+    """Return the error with which a rank has ended a request as ``Name: text``; empty if it raised none."""
+    error = pending.error(rank)
+    return f"{error.ename}: {error.evalue}" if isinstance(error, RankError) else ""
 
 
 def _unit_at_work(newest: np.void, raised_in: int) -> int:
