@@ -22,9 +22,9 @@ GRACE_S = 30.0  # between SIGTERM and SIGKILL
 
 def main() -> None:
     import accelerate  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
+    import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
-    import transformers.models.bert.modeling_bert  # noqa: F401
+    import transformers.models.bert.modeling_bert
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import workbench.record  # noqa: F401
