@@ -471,3 +471,26 @@ def test_a_long_run_of_many_units_takes_little_time():
     found = explain(trace)
     assert isinstance(found, ExplainReport)
     assert time.process_time() - begin < 3  # about 0.3 s where nothing else runs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first", "words"),
+    [
+        ((0, 1), 4, "the loss is NaN or infinite since step 4"),
+        ((1,), 5, "the loss is NaN or infinite since step 5, first on rank 1"),
+        ((), 0, ""),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_said_first(ranks, first, words):
+    parts = []
+    for part in simulate(CLEAN).ranks:
+        rows = part.rows.copy()
+        is_late = (rows["kind"] == Kind.METRIC) & (rows["step"] >= first)
+        rows["value"][is_late & (part.rank in ranks)] = np.nan
+        parts.append(replace(part, rows=rows))
+    found = explain(Trace(simulate(CLEAN).header, tuple(parts)), is_live=True)
+    assert (found.answer.verdict == words) == bool(words)
+    assert [fault.rule for fault in found.faults] == ["not-finite"] * bool(words)
+    if words:
+        assert found.answer.fix.startswith("%fsdp verify")
+        assert draw(found.picture.view, simulate(CLEAN), **found.picture.options) is not None

@@ -199,7 +199,8 @@ def verify_with(*, api, nan):
     if nan:
         with torch.no_grad():
             next(p for p in ns["opt"].param_groups[0]["params"]).mul_(float("nan"))
-        model.register_buffer("bad", torch.full((1,), float("inf")))
+        model.register_buffer("bad", torch.full((1,), float("nan")))
+        model.register_buffer("mask", torch.full((1,), -float("inf")))  # is right
         return execute(Step(count=2)), execute(Verify()), model.generator.initial_seed()
     execute(Step(count=1))
     return execute(Verify())

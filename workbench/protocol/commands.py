@@ -1028,7 +1028,7 @@ class VerifyReply(StepComparison):
     """The comparison on one rank.
 
     Attributes:
-        buffers_not_finite: buffers of this rank with NaN or infinity before the step.
+        buffers_not_finite: buffers of this rank with NaN before the step.
         since: first step of the current run of steps whose loss was not finite on this rank; None: the last was finite.
         unmanaged: state that the engine does not manage, before the step.
         differences: where the steps differ; None: they do not.

@@ -1,7 +1,8 @@
 """Why: the peak, the time of a step, the waits, a unit or a rank, in words and with the picture that shows it. Pure.
 
-Each answer is a verdict, the evidence, and what to type. Only gradients that were not reduced and a slow rank are
-faults; the other answers say what is there. ``docs/explain.md`` describes how each number is computed.
+Each answer is a verdict, the evidence, and what to type. Only a loss that is not finite, gradients that were not
+reduced and a slow rank are faults; the other answers say what is there. ``docs/explain.md`` describes how each number
+is computed.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from workbench.errors import UsageError
 from workbench.events import Kind, Unit, unit_words
 from workbench.fault import Fault
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.replay.grouping import ranges
+from workbench.replay.grouping import label, ranges
+from workbench.replay.training import LOSS, summary
 from workbench.reports.explain_peak import explain_peak, peak_report
-from workbench.reports.explain_report import ExplainReport
+from workbench.reports.explain_report import ExplainReport, Picture
 from workbench.reports.explain_times import (
     avoidable_ns,
     explain_rank,
@@ -27,8 +31,9 @@ from workbench.reports.explain_times import (
 )
 from workbench.reports.explain_unit import explain_unit
 from workbench.reports.step_study import StepStudy
-from workbench.text_formats import format_bytes
+from workbench.text_formats import format_bytes, plural
 from workbench.trace.columns import Trace
+from workbench.trace.step_names import step_name
 from workbench.views.unit_selection import meant
 
 PROMINENT = 0.1
@@ -130,11 +135,32 @@ def _unit(trace: Trace, name: str) -> Unit:
     return chosen[0]
 
 
+def _not_finite(study: StepStudy) -> Fault | None:
+    """Return since when the loss is not finite; None if it is, or was not logged."""
+    loss = summary(study.trace).metrics.get(LOSS)
+    if loss is None or not len(loss.mean) or np.isfinite(loss.mean[-1]):
+        return None
+    finite = np.flatnonzero(np.isfinite(loss.mean))
+    since = step_name(int(loss.steps[finite[-1] + 1 if len(finite) else 0]))
+    some = 0 < len(loss.first_not_finite) < loss.num_ranks
+    return Fault(
+        rule="not-finite",
+        verdict=f"the loss is NaN or infinite since {since}" + f", first on {label(loss.first_not_finite)}" * some,
+        evidence=(f"{plural(len(loss.steps), 'step')} logged a loss, {plural(len(finite), 'finite one')}",),
+        fix="%fsdp verify names the first module with NaN, and its ranks" if study.is_live else "",
+    )
+
+
 def _primary(study: StepStudy) -> ExplainReport:
     """Return what matters most.
 
-    Units that were not reduced, a slow rank, waits that a setting avoids, then memory that one frees.
+    A loss that is not finite, units that were not reduced, a slow rank, waits that a setting avoids, then memory that
+    one frees.
     """
+    loss = _not_finite(study)
+    if loss is not None:
+        found = study.report("", loss, Picture(view="training"), {})
+        return replace(found, faults=(loss, *found.faults))
     if study.missing:
         return peak_report(study, "")
     if study.fault is not None:

@@ -489,7 +489,7 @@ class VerifyReport(StepComparison, Report):
         if self.undecided:
             found.append(("not compared", f"{listed(self.undecided)}: their gradients are rounding noise"))
         if self.buffers:
-            found.append(("NaN or infinity in buffers", self.buffers))
+            found.append(("NaN in buffers", self.buffers))
         return [*found, *(("note", note) for note in self.notes)]
 
 

@@ -136,7 +136,8 @@ def _alive_model(name: str, rank: RankContext) -> VerifiedModel:
 
 def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramState, largest: Largest) -> VerifyReply:
     optimizers = optimizers_of(sharded.model, program.optimizers)
-    buffers = tuple(name for name, buffer in sharded.buffers() if not _is_finite(buffer))
+    # a mask of attention holds -inf
+    buffers = tuple(name for name, buffer in sharded.buffers() if bool(buffer.isnan().any()))
     unmanaged = sharded.unmanaged
     replicas = sharded.replica_sums()
     held, counters = _counters(sharded, program)
