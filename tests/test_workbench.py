@@ -292,6 +292,7 @@ def test_unshard_and_verify_report(trained):
         "counters": [],
         "reset": [],
         "uneven": [],
+        "uneven_copies": [],
         "copy": [],
         "settings": {},
         "optimizer_steps": 1,

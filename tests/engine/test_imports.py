@@ -86,7 +86,7 @@ def private_names_of_others(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_no_file_of_the_engine_reads_private_names_of_another(path):
-    if path.name != "_torch.py":
+    if path.name not in {"_torch.py", "_spmd_types.py"}:  # each has all uses of what torch or a package hides
         assert private_names_of_others(path) == set()
 
 

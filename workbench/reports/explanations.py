@@ -159,8 +159,8 @@ def _primary(study: StepStudy) -> ExplainReport:
     """
     loss = _not_finite(study)
     if loss is not None:
-        found = study.report("", loss, Picture(view="training"), {})
-        return replace(found, faults=(loss, *found.faults))
+        report = study.report("", loss, Picture(view="training"), {})
+        return replace(report, faults=(loss, *report.faults))
     if study.missing:
         return peak_report(study, "")
     if study.fault is not None:

@@ -985,7 +985,8 @@ class Session:
         if self.obstacle:
             return self.obstacle
         if len(living) < self.cluster.num_ranks:  # the recovery would wait for the dead
-            self.cluster.apply(f"{RUNTIME}:give_up_step", ranks=living).wait(PATIENT_S)
+            if living:
+                self.cluster.apply(f"{RUNTIME}:give_up_step", ranks=living).wait(PATIENT_S)
             return death_sentence([rank for rank in range(self.cluster.num_ranks) if rank not in living], living)
         try:
             self.recover()

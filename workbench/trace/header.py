@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from workbench.codec import CodecError, decode, encode
+from workbench.codec import CodecError, decode, defaults, encode
 from workbench.errors import TraceError
-from workbench.events import Category, Unit
+from workbench.events import Category, Param, Unit
 from workbench.trace.schema import SCHEMA_VERSION, ClockReading, GroupInfo, Header, HostClock, KeyFrame, Rows
 
 T = TypeVar("T")
@@ -37,7 +37,22 @@ def header_from_dict(data: dict[str, Any]) -> Header:
         raise TraceError(
             f"the trace has schema version {version}, and this workbench reads version {SCHEMA_VERSION}: {what}"
         )
-    return _decode(Header, data, "header")
+    return _decode(Header, _completed(data), "header")
+
+
+def _completed(data: Any) -> Any:  # noqa: ANN401 - a file may contain anything
+    """Return a header's data with the defaults of what units and parameters had not when it was written."""
+    if not isinstance(data, dict) or not _are_objects(data.get("units")):
+        return data
+    units = [{**defaults(Unit), **unit} for unit in data["units"]]
+    for unit in units:
+        if _are_objects(unit.get("params")):
+            unit["params"] = [{**defaults(Param), **param} for param in unit["params"]]
+    return {**data, "units": units}
+
+
+def _are_objects(data: Any) -> bool:  # noqa: ANN401 - a file may contain anything
+    return isinstance(data, list | tuple) and all(isinstance(each, dict) for each in data)
 
 
 def key_frame_to_dict(key_frame: KeyFrame) -> dict[str, Any]:
