@@ -101,7 +101,10 @@ def test_a_payload_is_told_with_its_dtype():
     found = recording(*(alive(n, call) for n, call in enumerate(calls)))
     header = replace(found.trace.header, strings=("float32", "float16"))
     cause = where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S).cause
-    assert cause.verdict == "rank 1 issued all-gather with 1.00 KiB of float16, rank 0 with 2.00 KiB of float32"
+    assert cause.verdict == (
+        "rank 1 issued all-gather with 512 elements of float16 (1.00 KiB), "
+        "rank 0 with 512 elements of float32 (2.00 KiB)"
+    )
 
 
 def test_a_rank_whose_batches_were_fewer():

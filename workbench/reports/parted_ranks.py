@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from workbench.events import Kind, unit_words
@@ -93,9 +94,13 @@ class _Words:
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
 
     def _payload(self, call: IssuedCall) -> str:
-        """Return the payload of a call as text: ``"2.00 KiB of float32"``."""
+        """Return the payload of a call as text: ``"512 elements of float32 (2.00 KiB)"``."""
         size = format_bytes(call.num_bytes)
-        return f"{size} of {self._header.strings[call.dtype]}" if call.dtype >= 0 else size
+        if call.dtype < 0:
+            return size
+        name = self._header.strings[call.dtype]
+        bits = re.search(r"\d+", name)  # torch's names say them, but for bool
+        return f"{call.num_bytes * 8 // (int(bits[0]) if bits else 8)} elements of {name} ({size})"
 
     def of_passes(self, place: int) -> Fault:
         """Return the fault that forwards or backwards differ, the first one at ``place``."""
