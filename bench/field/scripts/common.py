@@ -8,11 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+TIMEOUT = timedelta(seconds=float(os.environ.get("FIELD_TIMEOUT_S", "1800")))
+
 
 def start():
     """Join the group and return (rank, number of ranks)."""
-    seconds = float(os.environ.get("FIELD_TIMEOUT_S", "1800"))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     torch.manual_seed(0)
     return dist.get_rank(), dist.get_world_size()
 

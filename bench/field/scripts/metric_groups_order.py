@@ -2,11 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from common import TinyLM, lm_loss, shard, start, tokens
+from common import TIMEOUT, TinyLM, lm_loss, shard, start, tokens
 from torch.distributed.fsdp import fully_shard
 
 rank, world = start()
-groups = {"loss": dist.new_group(), "tokens": dist.new_group()}
+groups = {name: dist.new_group(timeout=TIMEOUT) for name in ("loss", "tokens")}
 model = shard(TinyLM(depth=2), fully_shard)
 optimizer = torch.optim.Adam(model.parameters())
 

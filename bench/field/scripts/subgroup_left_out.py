@@ -2,11 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from common import start
+from common import TIMEOUT, start
 from torch import nn
 
 rank, world = start()
-pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+pairs = [dist.new_group(ranks, timeout=TIMEOUT) for ranks in ([0, 1], [2, 3])]
 mine = pairs[rank // 2]
 model = nn.Linear(6, 2)
 opt = torch.optim.SGD(model.parameters(), lr=0.1)
