@@ -206,7 +206,9 @@ def _position(
     for_ns = max(at_ns - last_ns, 0)
     is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
     has_failed = known.end is not None and bool(known.end.reason)
-    call = _open_call(rank_trace, has_failed=has_failed or is_lost)
+    of_call = has_failed and ending_of(known.end.reason if known.end else "") in (Ending.PEER, Ending.TIMEOUT)
+    call = _open_call(rank_trace, has_failed=has_failed or is_lost, of_call=of_call)
+    last_ns = int(call["t_ns"]) if call is not None and of_call else last_ns  # its end is that of the rank
     row = call if call is not None else _last_row(rank_trace, ~_IS_BESIDE[rank_trace.kinds])
     pending = None if call is None else _pending(header, rank_trace, call, begun, stopped)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
@@ -293,11 +295,12 @@ def _begun(header: Header, rank_trace: RankTrace, *, is_whole: bool) -> _OfGroup
     return found
 
 
-def _open_call(part: RankTrace, *, has_failed: bool = False) -> np.void | None:
+def _open_call(part: RankTrace, *, has_failed: bool = False, of_call: bool = False) -> np.void | None:
     """Return the begin of the collective, or of the wait for one, within which a rank is; None outside of any.
 
     Ends of other collectives may be noticed and recorded while a rank waits. A collective that failed has an end too:
-    a wait for it that has none raised (``has_failed``).
+    a wait for it that has none raised (``has_failed``), and so did the newest collective if the rank's error is of one
+    (``of_call``).
     """
     rows = part.rows
     is_end = _IS_NUMBERED[part.kinds] & (rows["edge"] == Edge.END)
@@ -306,7 +309,7 @@ def _open_call(part: RankTrace, *, has_failed: bool = False) -> np.void | None:
         return None
     if row["kind"] not in (*NUMBERED, Kind.WAIT) or row["edge"] != Edge.BEGIN or row["comm_group"] < 0:
         return None
-    if has_failed and row["kind"] == Kind.WAIT:
+    if of_call or (has_failed and row["kind"] == Kind.WAIT):
         return row
     has_ended = is_end & (rows["comm_seq"] == row["comm_seq"]) & (rows["comm_group"] == row["comm_group"])
     return None if has_ended.any() else row

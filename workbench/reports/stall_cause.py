@@ -129,6 +129,7 @@ class _Waits:
             each
             for each in map(by_rank.__getitem__, sorted(awaited))
             if each not in (*waiting, *unseen)
+            and each.pending is None
             and each.ending is not Ending.ERROR
             and (has_timed_out or self._is_quiet(each))
         ]
@@ -214,9 +215,9 @@ class _Waits:
         found = sorted(((self._party(waiting, each[0]), *each) for each in (one, other)), key=lambda each: len(each[0]))
         usual = [is_usual(self.trace.rank(each.rank), made.group, made.number) for _, each, made in found]
         if usual == [True, False]:  # a rank of the larger party did not do what it did before, its others need not
-            passes_of = {rank: passes_before(self.trace.header, self.trace.rank(rank)) for rank in found[1][0]}
-            did = counts(passes_of[found[1][1].rank])
-            found = [(tuple(rank for rank, own in passes_of.items() if counts(own) == did), *found[1][1:]), found[0]]
+            party, position, made = found[1]
+            new_to = [rank for rank in party if is_usual(self.trace.rank(rank), made.group, made.number) is False]
+            found = [(tuple(new_to), position, made), found[0]]
         (less, less_position, call), (more, _, most) = found
         passes = [passes_before(self.trace.header, self.trace.rank(ranks[0])) for ranks in (less, more)]
         divergence = Divergence(
