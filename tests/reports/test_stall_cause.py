@@ -333,11 +333,18 @@ def of_ddp(*ranks):
     return where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S)
 
 
+def test_a_rank_that_makes_a_replicated_model_is_not_called_late():
+    making = "/x/site-packages/torch/distributed/utils.py:300 in _verify_param_shape_across_processes"
+    found = of_ddp(alive(0, **stack(making, 0)), alive(1, gather(1, **BARRIER, number=0)))
+    assert found.cause is None
+    assert "rank 0 is in torch's C++ code" in found.notes[-1]
+
+
 def test_a_rank_that_may_wait_unseen_is_not_called_late():
     """One rank loads its batch; the other is in a backward whose all-reduces are not announced."""
     found = of_ddp(alive(0, *BATCH[:2]), alive(1, BATCH[0], BATCH[1], *BATCH[2:], **stack(OWN[0], 4)))
     assert (found.cause.rule, found.cause.verdict[:6]) == ("late-rank", "rank 1")
-    assert found.notes[-1].startswith("rank 0 is in a backward of DistributedDataParallel")
+    assert found.notes[-1].startswith("rank 0 is in torch's C++ code or a backward of DistributedDataParallel")
     found = of_ddp(alive(0, *BATCH[:2]), alive(1, gather(1, **BARRIER, number=0)))
     assert found.cause.rule == "uneven-batches"
     assert found.cause.evidence[:2] == (

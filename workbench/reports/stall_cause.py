@@ -70,8 +70,8 @@ def not_judged(trace: Trace, positions: Sequence[RunPosition]) -> str:
     if not unseen:
         return ""
     return (
-        f"{label(unseen)} {'are' if len(unseen) > 1 else 'is'} in a backward of DistributedDataParallel, whose "
-        "all-reduces only torch 2.14 or newer announces: not judged"
+        f"{label(unseen)} {'are' if len(unseen) > 1 else 'is'} in torch's C++ code or a backward of "
+        "DistributedDataParallel, whose collectives only torch 2.14 or newer announces: not judged"
     )
 
 
@@ -83,16 +83,16 @@ def pending_words(pending: PendingCollective, units: Mapping[int, str]) -> str:
 
 
 def _waits_unseen(header: Header, position: RunPosition) -> bool:
-    """Return whether a rank is in a backward whose collectives its torch does not announce."""
+    """Return whether a rank may be in a collective of C++ that its torch does not announce, such as of DDP."""
     info = header.info_of.get(position.rank)
     of_ddp = 0 <= position.unit < len(header.units) and header.units[position.unit].engine == TORCH_DDP
     sees = info is None or info.sees_cpp
-    return (
-        not sees
-        and of_ddp
-        and (position.kind, position.edge) == (Kind.BACKWARD, Edge.BEGIN)
-        and position.pending is None
-    )
+    in_backward = of_ddp and (position.kind, position.edge) == (Kind.BACKWARD, Edge.BEGIN)
+    in_torch = any(part in frame for frame in position.frames[-1:] for part in _MAY_WAIT)
+    return not sees and position.pending is None and (in_backward or in_torch)
+
+
+_MAY_WAIT = ("/torch/distributed/", "/torch/nn/parallel/")
 
 
 @dataclass(frozen=True)
