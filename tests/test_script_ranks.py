@@ -1,4 +1,4 @@
-"""Ranks of the command line: what a script writes and leaves, what it is told when it fails, and that all end."""
+"""Ranks of the command line: a script's output, models and errors, and the end of all processes."""
 
 import os
 import signal

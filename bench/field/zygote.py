@@ -95,7 +95,7 @@ def _run(order: dict[str, Any], rank: int, port: int) -> None:
     os.environ.update({name: str(value) for name, value in world.items()}, GROUP_RANK="0", **order["env"])
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.chdir(Path(order["out"]).parent)
-    # before the fork, a thread of each rank would renew torch's pool of threads; several at once end the process
+    # torch's pool of threads does not survive the fork: renewed here, before two threads do so at once and end the rank
     sys.modules["torch"].set_num_threads(1)
     sys.argv = ["workbench.record", "--out", order["out"], order["script"], *order["args"]]
     runpy.run_module("workbench.record", run_name="__main__", alter_sys=True)

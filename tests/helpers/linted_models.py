@@ -526,7 +526,7 @@ def clean_wrapper_bypassed_for_evaluation(ns):
     stepped(ns)
     with torch.no_grad():
         loss_of(ns["model"].module, ns["tokens"])
-    loss_of(ns["model"].module, ns["tokens"]).backward()  # looked at, and not used
+    loss_of(ns["model"].module, ns["tokens"]).backward()  # the gradients are dropped
     ns["opt"].zero_grad()
     ns["model"].load_state_dict({f"module.{key}": value for key, value in ns["model"].module.state_dict().items()})
     stepped(ns)

@@ -197,6 +197,17 @@ def test_times_of_another_host_s_clock_are_taken_back_to_it():
     assert (found.state, found.for_ns) == (RunState.RUNS, S)
 
 
+@pytest.mark.parametrize(
+    ("reason", "number"), [("RuntimeError: Connection closed by peer", 4), ("ValueError: x", None)]
+)
+def test_a_collective_that_failed_is_the_one_in_which_its_rank_waited(reason, number):
+    """Its end is recorded as it raises; the rank's clock is one second ahead of the trace's."""
+    end = RunEnd(t_ns=8 * S, reason=reason)
+    (found,) = at(recording(rank(0, gather(3), gather(6.9, END), end=end, offset_ns=S)))
+    assert (None if found.pending is None else found.pending.number) == number
+    assert found.since_ns == (6.9 if number is None else 3) * S
+
+
 def test_ranks_are_in_order():
     assert [each.rank for each in at(recording(rank(1, FORWARD), rank(0, FORWARD)))] == [0, 1]
 

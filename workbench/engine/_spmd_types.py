@@ -49,7 +49,7 @@ class Annotation:
         spec: of the DTensor that it describes, on the whole mesh.
         grad_spec: of the full gradient as autograd makes it.
         types: type along each axis of the mesh of the type checker.
-        partition: which axes split which dim, as the package writes it; None: none does.
+        partition: which axes split which dim, as the package writes it; None: no axis splits any.
     """
 
     spec: Spec

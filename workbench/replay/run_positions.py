@@ -91,7 +91,7 @@ class RunPosition:
         frames: its stack, the innermost call last, if it was written since its last event; of a program that failed,
             that of its error.
         activity: what its main thread did when it wrote the stack.
-        since_ns: time of its last event on the trace's clock.
+        since_ns: time of its last event on the trace's clock; of a rank that failed in a collective, of its begin.
         ended_ns: time of its end on the trace's clock; of a rank that was killed, of its last sign of life; None: it
             has not ended.
         ago_ns: time since its end, or since its last sign of life; 0 while it has not ended.
@@ -206,9 +206,8 @@ def _position(
     for_ns = max(at_ns - last_ns, 0)
     is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
     has_failed = known.end is not None and bool(known.end.reason)
-    of_call = has_failed and ending_of(known.end.reason if known.end else "") in (Ending.PEER, Ending.TIMEOUT)
+    of_call = known.end is not None and ending_of(known.end.reason) in (Ending.PEER, Ending.TIMEOUT)
     call = _open_call(rank_trace, has_failed=has_failed or is_lost, of_call=of_call)
-    last_ns = int(call["t_ns"]) if call is not None and of_call else last_ns  # its end is that of the rank
     row = call if call is not None else _last_row(rank_trace, ~_IS_BESIDE[rank_trace.kinds])
     pending = None if call is None else _pending(header, rank_trace, call, begun, stopped)
     next_seq = int(rank_trace.rows["seq"][-1]) + 1 if len(rank_trace.rows) else 0
@@ -238,7 +237,7 @@ def _position(
         reason="" if known.end is None else known.end.reason,
         frames=() if state is RunState.ENDED else frames,
         activity=_SILENT_AS.get(known.process) or ("" if quiet is None else quiet.activity),
-        since_ns=last_ns - known.offset_ns,
+        since_ns=int(call["t_ns"]) if call is not None and of_call else last_ns - known.offset_ns,
         ended_ns=at_ns - known.offset_ns if is_over else None,
         ago_ns=max(now_wall_ns - wall_ns, 0) if is_over else 0,
     )
