@@ -51,6 +51,16 @@ def test_a_header_of_another_schema_is_refused_whatever_else_it_holds(version, m
         header_from_dict(data)
 
 
+def test_an_older_header_has_the_defaults_of_later_fields():
+    header = example_trace().header
+    data = header_to_dict(header)
+    for unit in data["units"]:
+        del unit["gather_nbytes"]
+        for param in unit["params"]:
+            del param["compute_itemsize"]
+    assert header_from_dict(data) == header
+
+
 def test_a_header_keeps_the_parts_of_a_flat_parameter():
     header = Header(units=(make_unit(make_flat((3, 6), 2)),))
     data = json.loads(json.dumps(header_to_dict(header)))

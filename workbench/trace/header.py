@@ -41,13 +41,14 @@ def header_from_dict(data: dict[str, Any]) -> Header:
 
 
 def _completed(data: Any) -> Any:  # noqa: ANN401 - a file may contain anything
-    """Return a header's data with the defaults of what units and parameters had not when it was written."""
+    """Return a header's data with defaults for the fields that units and parameters lacked when it was written."""
     if not isinstance(data, dict) or not _are_objects(data.get("units")):
         return data
-    units = [{**defaults(Unit), **unit} for unit in data["units"]]
+    of_unit, of_param = defaults(Unit), defaults(Param)
+    units = [{**of_unit, **unit} for unit in data["units"]]
     for unit in units:
         if _are_objects(unit.get("params")):
-            unit["params"] = [{**defaults(Param), **param} for param in unit["params"]]
+            unit["params"] = [{**of_param, **param} for param in unit["params"]]
     return {**data, "units": units}
 
 

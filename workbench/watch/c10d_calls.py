@@ -130,12 +130,12 @@ class CollectiveWatch:
         paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         numbered = self._between(group, kind, root) if kind.info.is_point_to_point else known
         if numbered is not None and numbered.index is not None:
-            dtypes = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in paid)
+            dtypes = dict.fromkeys(tensor.dtype for tensor in paid)
             of_group = kind.info.has_root and root >= 0
             comm = Comm(
                 group=numbered.index,
                 seq=numbered.issued,
-                dtype=", ".join(dtypes),
+                dtype=", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
                 root=(ranks_of(group) or range(group.size()))[root] if of_group else -1,
             )
             numbered.issued += 1
