@@ -31,7 +31,7 @@ OTHER_PARTS := first_iteration inner_losses call checkpoint checkpointing state_
 CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state torch_checkpoint
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
-  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/watch
+  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/models
 OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py tests/runtime/test_verified_wrappers.py
 TESTS_OF = $(OTHER_TESTS) $(if $(filter $(firstword $(OTHER_TORCH)),$*),$(OLDEST_TESTS))
 

@@ -38,12 +38,12 @@ class _Recorded:
     """
 
     def __init__(self, *, is_torchs: bool) -> None:
+        from workbench.models import Watch
         from workbench.runtime.gate import Gate
         from workbench.runtime.recorder import Recorder
         from workbench.runtime.rss_sampler import RssSampler
         from workbench.runtime.trainer import Trainer
         from workbench.trace.schema import Header
-        from workbench.watch import Watch
 
         self._watch = Watch() if is_torchs else None
         self.recorder = Recorder(Header())

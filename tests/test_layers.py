@@ -18,7 +18,7 @@ NEVER_LOADED = {
     "replay": {"torch", "ipyparallel", "IPython", "plotly"},
     "views": {"torch", "ipyparallel", "IPython"},
     "engine": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
-    "watch": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
+    "models": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
     "runtime": {"plotly", "ipywidgets"},
     "record": {"plotly", "ipywidgets", "IPython", "ipyparallel"},
     "cluster": {"torch", "plotly"},

@@ -82,7 +82,7 @@ the process in mutmut's own code.
 PRELOADED = ("hypothesis", "numpy", "plotly.graph_objects")
 """Imported by the server once for all changes: not the package, as functions called by importing it may be changed."""
 
-ON_RANKS = ("workbench/engine/", "workbench/runtime/", "workbench/watch/", "workbench/record/")
+ON_RANKS = ("workbench/engine/", "workbench/runtime/", "workbench/models/", "workbench/record/")
 """Folders whose tests the server collects once for all changes: importing them calls few functions, and takes long."""
 
 MISSED = ("survived", "no tests")

@@ -29,22 +29,22 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 import workbench
-from workbench.watch import Watch, _torch_private
-from workbench.watch.patches import Patches
+from workbench.models import Watch, _torch_private
+from workbench.models.patches import Patches
 
 FILES = (
     "engine/_torch.py",
-    *(f"watch/{name}.py" for name in ("_torch_private", "fully_shard", "flat_params", "data_parallel", "c10d_calls")),
+    *(f"models/{name}.py" for name in ("_torch_private", "torch_fully_shard", "torch_wrapper", "torch_ddp", "c10d")),
 )
 
 VARIABLES: Mapping[str, Mapping[str, type]] = {
-    "watch/_torch_private.py": {
+    "models/_torch_private.py": {
         "param": FSDPParam,
         "state": FSDPState,
         "flat": FlatParameter,
         "wrapper": FullyShardedDataParallel,
     },
-    "watch/fully_shard.py": {"param": FSDPParam, "gathered": AllGatherResult},
+    "models/torch_fully_shard.py": {"param": FSDPParam, "gathered": AllGatherResult},
 }
 """Classes of variables without an annotation, by file and name."""
 
@@ -197,7 +197,7 @@ def _patches() -> list[str]:
 
 
 def _kinds_of_calls() -> Iterator[str]:
-    """Yield a sentence for each kind of call that hooks of process groups announce and ``watch/`` does not know."""
+    """Yield a sentence for each kind of call that hooks of process groups announce and ``models/`` does not know."""
     names = getattr(torch._C._distributed_c10d, "HookOpName", None)
     for name in () if names is None else names.__members__:
         if name not in _torch_private._BY_HOOK:

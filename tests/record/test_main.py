@@ -15,11 +15,11 @@ from tests.helpers.waiting import wait_until
 from workbench import Workbench, cli
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind
+from workbench.models._torch_private import HAS_HOOKS
 from workbench.record import __main__ as record
 from workbench.reports.run_where import where
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
-from workbench.watch._torch_private import HAS_HOOKS
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 RECORD = (sys.executable, "-m", "workbench.record", "--out")
@@ -177,7 +177,7 @@ def test_a_watcher_that_fails_leaves_the_program_as_it_is_and_the_recording_says
     broken = TRAIN.replace(
         '    dist.init_process_group("gloo")',
         '    dist.init_process_group("gloo")\n'
-        "    from workbench.watch import _torch_private\n"
+        "    from workbench.models import _torch_private\n"
         "    _torch_private.is_gathering = None",
     )
     folder = tmp_path / "out"

@@ -10,7 +10,7 @@ class FakeFrame:
         self.f_globals = {"__name__": module}
 
 
-@pytest.mark.parametrize("module", ["workbench.watch.c10d_calls", "workbench.engine.param", "torch.nn", "asyncio"])
+@pytest.mark.parametrize("module", ["workbench.models.c10d", "workbench.engine.param", "torch.nn", "asyncio"])
 def test_a_frame_of_the_workbench_or_of_torch_is_of_a_library(module):
     assert is_of_a_library(FakeFrame(module))
 

@@ -18,12 +18,12 @@ from workbench import engine
 from workbench.engine.classic import FullyShardedDataParallel as OwnWrapper
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind
+from workbench.models._torch_private import HAS_HOOKS
 from workbench.protocol.commands import Continue, Next, Reshard, Shard, Step, Unshard
 from workbench.protocol.rank_messages import GiveUp
 from workbench.runtime import rank as rank_module
 from workbench.runtime.inspection import inspect
 from workbench.trace import check
-from workbench.watch._torch_private import HAS_HOOKS
 
 
 def wrap_by_torch(model):

@@ -24,6 +24,8 @@ from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.events import Unit
+from workbench.models import Watch, sees_all_collectives
+from workbench.models.patches import Patches
 from workbench.record.crash_report import CrashReport
 from workbench.record.launch import Place
 from workbench.record.thread_activity import ThreadActivity
@@ -35,8 +37,6 @@ from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.frames import is_of_a_library
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
-from workbench.watch import Watch, sees_all_collectives
-from workbench.watch.patches import Patches
 
 PERIOD_S = 0.2
 """Time between two writes: what a killed process has not written yet."""

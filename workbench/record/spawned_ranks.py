@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from workbench.engine.explain import explain
+from workbench.models._torch_private import at_first_group
+from workbench.models.patches import Patches
 from workbench.record.launch import Place
 from workbench.record.rank_recording import RankRecording
 from workbench.record.reasons import reason_of
-from workbench.watch._torch_private import at_first_group
-from workbench.watch.patches import Patches
 
 
 @dataclass(frozen=True, kw_only=True)

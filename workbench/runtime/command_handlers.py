@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from workbench.events import Unit
+from workbench.models import Watch
 from workbench.protocol.commands import Command, Shard, registered
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.runtime.distributed import ProcessGroups
@@ -16,7 +17,6 @@ from workbench.runtime.recorder import Recorder
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.training_history import TrainingHistory
-from workbench.watch import Watch
 
 
 @dataclass(frozen=True)

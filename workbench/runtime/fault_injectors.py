@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind, unit_words
+from workbench.models import _torch_private
 from workbench.protocol.fault_kinds import KINDS
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -37,7 +38,6 @@ from workbench.runtime.lint_target import LintTarget, LintUnit
 from workbench.runtime.namespace import optimizers_of, user_namespace
 from workbench.runtime.recorder import NO_STEP
 from workbench.runtime.trainer import find_step_function
-from workbench.watch import _torch_private
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from workbench.engine.event_source import SOURCE
 from workbench.engine.fsdp_state import states_below, units_of, unreduced_units
 from workbench.errors import UsageError
 from workbench.fault import Fault
+from workbench.models import Watch, is_sharded_by_torch
 from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.runtime.command_handlers import RankContext, does
@@ -24,7 +25,6 @@ from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import find_module, module_names, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.training_history import TrainingHistory
-from workbench.watch import Watch, is_sharded_by_torch
 
 
 @does(Lint)

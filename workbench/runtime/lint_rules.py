@@ -33,6 +33,7 @@ from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
 from workbench.events import TORCH_FULLY_SHARD, Param, ParamTensors, Unit, unit_words
 from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
+from workbench.models._torch_private import checkpoint_wrappers_below
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
@@ -49,7 +50,6 @@ from workbench.runtime.lint_target import (
 from workbench.runtime.model_summary import class_name
 from workbench.runtime.training_history import OptimizerHistory
 from workbench.text_formats import plural
-from workbench.watch._torch_private import checkpoint_wrappers_below
 
 TOY_NBYTES = 1 << 20
 """Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""

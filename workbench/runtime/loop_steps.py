@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import local_of
 from workbench.events import Category, Edge
+from workbench.models.patches import Patches
 from workbench.runtime.recorder import NO_STEP, Recorder
-from workbench.watch.patches import Patches
 
 
 class LoopSteps:

@@ -30,6 +30,7 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.fsdp_state import raised_in, roots
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase, Unit
+from workbench.models import Watch, log_metric, sees_all_collectives
 from workbench.protocol.commands import Command, RankRequest, Reshard, Run, Shard, Step, Verify, VerifyReply, from_dict
 from workbench.protocol.rank_messages import (
     Drain,
@@ -70,7 +71,6 @@ from workbench.runtime.verify import verify
 from workbench.trace import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
-from workbench.watch import Watch, log_metric, sees_all_collectives
 
 
 @dataclass

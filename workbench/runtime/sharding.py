@@ -36,6 +36,7 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
+from workbench.models import is_sharded_by_torch
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
@@ -64,7 +65,6 @@ from workbench.runtime.model_summary import (
     unit_infos,
 )
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
-from workbench.watch import is_sharded_by_torch
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ _LIBRARIES = frozenset(
         *sys.stdlib_module_names,
     }
 )
-_OWN = ("workbench.engine", "workbench.watch", "workbench.runtime", "workbench.cluster")
+_OWN = ("workbench.engine", "workbench.models", "workbench.runtime", "workbench.cluster")
 _CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
 _ROOTS = [f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib")]
 _ROOTS.append(f"{Path(__file__).parents[2]}/")

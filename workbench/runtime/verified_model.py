@@ -34,6 +34,7 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import copied, full_tensor, plain_copy, state_like
 from workbench.errors import UsageError
 from workbench.events import ParamTensors, Unit, unit_words
+from workbench.models import _torch_private
 from workbench.protocol.commands import ReplicaSum, UnmanagedState
 from workbench.protocol.policy import CLASSIC
 from workbench.runtime import sharding
@@ -41,7 +42,6 @@ from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.model_summary import sizes_of, unmanaged_in
 from workbench.runtime.reference_precision import Casts
 from workbench.runtime.step_observation import ParamPiece
-from workbench.watch import _torch_private
 
 Optimizers = Sequence[torch.optim.Optimizer]
 Largest = Callable[[int], int]

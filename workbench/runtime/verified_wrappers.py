@@ -20,6 +20,8 @@ from workbench.engine.module_names import clean, named_params, names_below
 from workbench.engine.unsharding import copied
 from workbench.errors import UsageError
 from workbench.events import FlatPart, ParamTensors, Unit, unit_words
+from workbench.models import _torch_private
+from workbench.models._torch_private import Handle
 from workbench.protocol.commands import UnmanagedState
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.model_summary import unmanaged_in
@@ -35,8 +37,6 @@ from workbench.runtime.verified_model import (
     join,
     take_calls_of_a_wrapper,
 )
-from workbench.watch import _torch_private
-from workbench.watch._torch_private import Handle
 
 # ---- torch's classic wrapper
 

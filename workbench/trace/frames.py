@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 _LIBRARY = (
     *("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen"),
-    *("/workbench/engine/", "/workbench/watch/", "/workbench/runtime/", "/workbench/record/"),
+    *("/workbench/engine/", "/workbench/models/", "/workbench/runtime/", "/workbench/record/"),
 )
 """Parts of the paths of code that is not the user's."""
 

@@ -2,13 +2,13 @@
 
 Five sources. :class:`Watch` starts all but the last one:
 
-- ``c10d_calls.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
+- ``c10d.py``: every collective of a c10d program, through the hooks of process groups (torch 2.14 and newer), or
   else through the methods of ``ProcessGroup`` and the operators of functional collectives, which see what Python calls
   but not what C++ does, such as the reducer of DistributedDataParallel.
-- ``fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
-- ``flat_params.py``: those of torch's classic wrapper, ``FullyShardedDataParallel``;
-- ``data_parallel.py``: models in torch's ``DistributedDataParallel``;
-- ``own_units.py``: those of an FSDP of your own, whose code announces them.
+- ``torch_fully_shard.py``: the units of models that torch's ``fully_shard`` shards;
+- ``torch_wrapper.py``: those of torch's classic wrapper, ``FullyShardedDataParallel``;
+- ``torch_ddp.py``: models in torch's ``DistributedDataParallel``;
+- ``own.py``: those of an FSDP of your own, whose code announces them.
 
 Nothing changes in the program that is watched: no argument, no result, no stream, no order. All uses of torch's private
 API are in ``_torch_private.py``.
@@ -24,21 +24,21 @@ from torch import nn
 
 from workbench.engine import probe
 from workbench.events import Unit
-from workbench.watch import c10d_calls
-from workbench.watch._torch_private import (
+from workbench.models import c10d
+from workbench.models._torch_private import (
     HAS_HOOKS,
     groups_below,
     handles_below,
     observe_calls,
     stop_observing_groups,
 )
-from workbench.watch.c10d_calls import CollectiveWatch
-from workbench.watch.data_parallel import DataParallelUnits
-from workbench.watch.flat_params import FlatParamUnits
-from workbench.watch.fully_shard import FullyShardUnits
-from workbench.watch.own_units import OwnParam, OwnUnit, OwnUnits, reset_all
-from workbench.watch.patches import Patches, complain
-from workbench.watch.torch_units import UnitLayout
+from workbench.models.c10d import CollectiveWatch
+from workbench.models.own import OwnParam, OwnUnit, OwnUnits, reset_all
+from workbench.models.patches import Patches, complain
+from workbench.models.source import UnitLayout
+from workbench.models.torch_ddp import DataParallelUnits
+from workbench.models.torch_fully_shard import FullyShardUnits
+from workbench.models.torch_wrapper import FlatParamUnits
 
 __all__ = [
     "OwnParam",
@@ -101,7 +101,7 @@ class Watch:
         if probe.active is not None:
             for units in self._units:
                 probe.active.source(units)
-        c10d_calls.active = self._collectives
+        c10d.active = self._collectives
         self._calls.install(lambda patches: observe_calls(self._collectives, patches))
         for units, patches in zip(self._units, self._patches, strict=True):
             patches.install(units.install)
@@ -165,7 +165,7 @@ class Watch:
 
     def end(self) -> None:
         """Stop watching."""
-        c10d_calls.active = None
+        c10d.active = None
         for patches in (self._calls, *self._patches):
             patches.undo()
         self._collectives.settle(is_last=True)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from workbench.engine import probe
 from workbench.engine.process_groups import OWN
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
-from workbench.watch._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
+from workbench.models._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
 
 T = TypeVar("T")
 
 active: CollectiveWatch | None = None
-"""The watch in force, from :meth:`workbench.watch.Watch.begin` to its end."""
+"""The watch in force, from :meth:`workbench.models.Watch.begin` to its end."""
 
 _MAX_FILLING = 1024
 """Calls that are remembered by the memory that they fill; of more, the oldest are forgotten."""

@@ -37,9 +37,9 @@ from workbench.events import (
     Unit,
     unit_words,
 )
-from workbench.watch import c10d_calls
-from workbench.watch._torch_private import Tensors, local_of
-from workbench.watch.c10d_calls import count, holds
+from workbench.models import c10d
+from workbench.models._torch_private import Tensors, local_of
+from workbench.models.c10d import count, holds
 
 Named = Mapping[str, torch.Tensor] | torch.Tensor
 """Tensors of a unit's parameters by name; the tensor itself where the unit has one parameter."""
@@ -565,10 +565,10 @@ class OwnUnit:
                     self._count(tensor, category)
 
         with self._units._guarded():
-            if c10d_calls.active is None:
+            if c10d.active is None:
                 yield
             else:
-                with c10d_calls.active.within(self.info.index, count_buffers):
+                with c10d.active.within(self.info.index, count_buffers):
                     yield
 
     def _count(self, tensor: torch.Tensor, category: Category, *, is_final: bool = False) -> None:

@@ -15,11 +15,11 @@ from workbench.engine import probe
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.events import C10D, TORCH_CLASSIC, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
-from workbench.watch import _torch_private as _torch
-from workbench.watch._torch_private import Handle, Tensors
-from workbench.watch.c10d_calls import count, holds
-from workbench.watch.patches import Patches
-from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
+from workbench.models import _torch_private as _torch
+from workbench.models._torch_private import Handle, Tensors
+from workbench.models.c10d import count, holds
+from workbench.models.patches import Patches
+from workbench.models.source import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""

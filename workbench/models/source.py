@@ -15,8 +15,8 @@ from workbench.engine import probe
 from workbench.engine.module_names import names_below
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
-from workbench.watch.c10d_calls import CollectiveWatch
-from workbench.watch.patches import Patches
+from workbench.models.c10d import CollectiveWatch
+from workbench.models.patches import Patches
 
 Original = Callable[..., Any]
 Group = TypeVar("Group")

@@ -21,11 +21,11 @@ from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
+from workbench.models import Watch, c10d, sees_all_collectives
+from workbench.models._torch_private import HAS_HOOKS
 from workbench.runtime.recorder import Recorder
 from workbench.trace.begin_end import partners
 from workbench.trace.schema import ROW_DTYPE, Header
-from workbench.watch import Watch, c10d_calls, sees_all_collectives
-from workbench.watch._torch_private import HAS_HOOKS
 
 ONE, FOUR = torch.ones(1), torch.ones(4)
 
@@ -211,8 +211,8 @@ def data_parallel():
     torch.manual_seed(0)
     model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=0.001)
     losses = train(model, 2)
-    if c10d_calls.active is not None:  # the transport may report an end after the wait in C++ has returned
-        wait_until(c10d_calls.active.has_settled)
+    if c10d.active is not None:  # the transport may report an end after the wait in C++ has returned
+        wait_until(c10d.active.has_settled)
     return losses
 
 

@@ -10,12 +10,12 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, train, watch
 from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind
+from workbench.models import c10d
+from workbench.models._torch_private import HAS_HOOKS
 from workbench.replay.collectives import compare
 from workbench.reports.results import sharded_models
 from workbench.views import draw
 from workbench.views.theme import title_and_subtitle
-from workbench.watch import c10d_calls
-from workbench.watch._torch_private import HAS_HOOKS
 
 BUCKET = 0.004  # MiB, so that gradients fill several
 needs_hooks = pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what C++ calls is invisible")
@@ -24,8 +24,8 @@ needs_hooks = pytest.mark.skipif(not HAS_HOOKS, reason="before torch 2.14, what 
 def replicate(num_steps, view=False):
     model = DistributedDataParallel(make_blocks(2), bucket_cap_mb=BUCKET, gradient_as_bucket_view=view)
     losses = train(model, num_steps)
-    if c10d_calls.active is not None:
-        wait_until(c10d_calls.active.has_settled)
+    if c10d.active is not None:
+        wait_until(c10d.active.has_settled)
     return losses
 
 
@@ -118,8 +118,8 @@ def accumulate():
     with model.no_sync():
         model(torch.ones(2, 16)).sum().backward()
     model(torch.ones(2, 16)).sum().backward()
-    if c10d_calls.active is not None:
-        wait_until(c10d_calls.active.has_settled)
+    if c10d.active is not None:
+        wait_until(c10d.active.has_settled)
 
 
 def test_a_backward_without_reduction_has_none():

@@ -35,7 +35,7 @@ def test_a_patched_function_that_is_gone_is_listed(monkeypatch):
     ],
 )
 def test_what_is_gone_is_named_with_its_line(source, sentence):
-    name = "watch/_torch_private.py"
+    name = "models/_torch_private.py"
     assert list(missing_in(source, name)) == [f"{name}{'' if sentence.startswith(':') else ': '}{sentence}"]
 
 
@@ -49,4 +49,4 @@ def test_what_is_gone_is_named_with_its_line(source, sentence):
     ],
 )
 def test_what_exists_or_is_asked_for_is_not_listed(source):
-    assert list(missing_in(source, "watch/_torch_private.py")) == []
+    assert list(missing_in(source, "models/_torch_private.py")) == []

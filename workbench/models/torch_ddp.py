@@ -17,10 +17,10 @@ from workbench.engine import probe
 from workbench.engine.module_names import clean
 from workbench.engine.probe import BufferHandle
 from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
-from workbench.watch import _torch_private as _torch
-from workbench.watch.c10d_calls import count, holds
-from workbench.watch.patches import Patches
-from workbench.watch.torch_units import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, drop
+from workbench.models import _torch_private as _torch
+from workbench.models.c10d import count, holds
+from workbench.models.patches import Patches
+from workbench.models.source import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, drop
 
 
 class DataParallelUnits(TorchUnits[DistributedDataParallel]):

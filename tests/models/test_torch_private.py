@@ -1,4 +1,4 @@
-"""What ``watch/`` uses of torch's private API exists in this version, and means what it is taken for."""
+"""What ``models/`` uses of torch's private API exists in this version, and means what it is taken for."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch
-from tests.watch.test_flat_params import wrapped
-from workbench.watch import _torch_private as _torch
+from tests.models.test_flat_params import wrapped
+from workbench.models import _torch_private as _torch
 
 
 def test_groups_their_ranks_and_models():

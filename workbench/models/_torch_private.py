@@ -1,6 +1,6 @@
-"""All uses of torch's private API in ``watch/``: calls of c10d, and parameter groups of torch's ``fully_shard``.
+"""All uses of torch's private API in ``models/``: calls of c10d, and parameter groups of torch's ``fully_shard``.
 
-Each function here has a test in ``tests/watch/test_torch_private.py`` that fails when torch changes it.
+Each function here has a test in ``tests/models/test_torch_private.py`` that fails when torch changes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.engine.module_names import clean
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
-from workbench.watch.patches import Patches
+from workbench.models.patches import Patches
 
 T = TypeVar("T")
 

@@ -12,10 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import OF_TORCHS_FSDP2, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch, train
-from tests.watch.test_flat_params import wrapped
+from tests.models.test_flat_params import wrapped
 from workbench.engine import probe
 from workbench.engine.errors import StepAborted
 from workbench.events import C10D, UNWATCHED
+from workbench.models import Watch
+from workbench.models._torch_private import HAS_HOOKS
+from workbench.models.c10d import CollectiveWatch
+from workbench.models.patches import Patches
 from workbench.replay.collectives import closed_form
 from workbench.replay.units import unseen_words
 from workbench.runtime.loop_steps import LoopSteps
@@ -24,10 +28,6 @@ from workbench.trace import Trace, check
 from workbench.trace.columns import RankTrace
 from workbench.trace.keyframe import KeyFrame
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
-from workbench.watch import Watch
-from workbench.watch._torch_private import HAS_HOOKS
-from workbench.watch.c10d_calls import CollectiveWatch
-from workbench.watch.patches import Patches
 
 ON_FOUR_RANKS = "FSDPParamGroup._to_sharded_post_forward"
 """Of all patches, the one that two ranks do not reach."""
