@@ -32,7 +32,7 @@ CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_s
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
   $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/models
-OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) tests/runtime/test_verified_model.py tests/runtime/test_verified_wrappers.py
+OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) 
 TESTS_OF = $(OTHER_TESTS) $(if $(filter $(firstword $(OTHER_TORCH)),$*),$(OLDEST_TESTS))
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,

@@ -38,7 +38,7 @@ class _Recorded:
     """
 
     def __init__(self, *, is_torchs: bool) -> None:
-        from workbench.models import Watch
+        from workbench.models.engines import Watch
         from workbench.runtime.gate import Gate
         from workbench.runtime.recorder import Recorder
         from workbench.runtime.rss_sampler import RssSampler

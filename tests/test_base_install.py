@@ -126,7 +126,7 @@ def test_a_script_is_checked(bare, words, status, text):
 
 def test_engine_and_watch_are_imported_and_the_api_says_what_it_needs(bare):
     done = bare(
-        "-c", "from workbench.engine import fully_shard; import workbench.models; from workbench import Workbench"
+        "-c", "from workbench.engine import fully_shard; import workbench.watch; from workbench import Workbench"
     )
     assert f"ModuleNotFoundError: Workbench needs more packages: {INSTALL}" in done.stderr
 

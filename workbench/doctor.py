@@ -239,7 +239,7 @@ def devices() -> Iterator[Finding]:
 def collectives() -> Iterator[Finding]:
     """Yield which collectives of programs that do not use the workbench's engine are seen."""
     try:
-        from workbench.models import sees_all_collectives  # noqa: PLC0415 - needs torch
+        from workbench.models.c10d import sees_all_collectives  # noqa: PLC0415 - needs torch
     except (ImportError, OSError):  # a finding of devices
         return
     yield Finding("collectives", Verdict.GOOD, seen_words(sees_cpp=sees_all_collectives()))

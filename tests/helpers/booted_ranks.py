@@ -16,6 +16,7 @@ from workbench.protocol import commands
 from workbench.protocol.rank_messages import Drain, DrainReply, RecordSummary
 from workbench.protocol.starting import Address, Boot, Connect, HostInfo
 from workbench.runtime import rank as rank_module
+from workbench.runtime import shard_planning
 from workbench.trace.row_compression import from_wire
 
 _FORK = multiprocessing.get_context("fork")
@@ -52,6 +53,11 @@ def prepare(dim=16, clip=None, **options):
 
 def execute(command):
     return rank_module.execute(commands.to_dict(command))
+
+
+def models_here():
+    """Return the descriptions of the models among this rank's variables."""
+    return shard_planning.models(rank_module._this_rank().watch.models_in)
 
 
 def drain(next_seq=0, version=0):

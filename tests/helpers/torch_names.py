@@ -29,7 +29,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 import workbench
-from workbench.models import Watch, _torch_private
+from workbench.models import _torch_private
+from workbench.models.engines import Watch
 from workbench.models.patches import Patches
 
 FILES = (

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.forked_ranks import run_ranks
 from workbench.engine import probe
-from workbench.models import Watch
+from workbench.models.engines import Watch
 from workbench.runtime.loop_steps import LoopSteps
 from workbench.runtime.recorder import Recorder
 from workbench.trace import Trace, TraceBuilder, check

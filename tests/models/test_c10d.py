@@ -21,8 +21,10 @@ from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
-from workbench.models import Watch, c10d, sees_all_collectives
+from workbench.models import c10d
 from workbench.models._torch_private import HAS_HOOKS
+from workbench.models.c10d import sees_all_collectives
+from workbench.models.engines import Watch
 from workbench.runtime.recorder import Recorder
 from workbench.trace.begin_end import partners
 from workbench.trace.schema import ROW_DTYPE, Header

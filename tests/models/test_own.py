@@ -15,7 +15,7 @@ from tests.helpers.waiting import eventually
 from tests.helpers.watched import recorded, watch
 from workbench.engine import probe
 from workbench.events import Category, Edge, Kind, Phase
-from workbench.models import OwnParam, OwnUnits, log_metric
+from workbench.models.own import OwnParam, OwnUnits, log_metric
 from workbench.replay import memory, training
 from workbench.replay.collectives import compare
 from workbench.trace import TraceBuilder, advance, check, steps

@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import OF_TORCHS_FSDP2, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch, train
-from tests.models.test_flat_params import wrapped
+from tests.models.test_torch_wrapper import wrapped
 from workbench.engine import probe
 from workbench.engine.errors import StepAborted
 from workbench.events import C10D, UNWATCHED
-from workbench.models import Watch
 from workbench.models._torch_private import HAS_HOOKS
 from workbench.models.c10d import CollectiveWatch
+from workbench.models.engines import Watch
 from workbench.models.patches import Patches
 from workbench.replay.collectives import closed_form
 from workbench.replay.units import unseen_words

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.watched import make_blocks, shard_by_torch
-from tests.models.test_flat_params import wrapped
+from tests.models.test_torch_wrapper import wrapped
 from workbench.models import _torch_private as _torch
 
 

@@ -17,10 +17,10 @@ from workbench.reports.results import (
     SAYS,
     CellReport,
     ExportReport,
+    ModelStatus,
     OpenReport,
     RankStatus,
     ReshardReport,
-    ShardedModel,
     ShardReport,
     StartReport,
     StatusReport,
@@ -65,9 +65,9 @@ REPORTS = [
     StatusReport(
         running=True,
         ranks=(RankStatus(rank=0, alive=True, host=EVIL, device="cpu", pid=1),),
-        models=(ShardedModel(name=EVIL, units=(EVIL,), policy=(EVIL,)),),
+        models=(ModelStatus(name=EVIL, units=(EVIL,), policy=(EVIL,)),),
     ),
-    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ShardedModel(units=(EVIL,)),), num_rows=1, notes=(EVIL,)),
+    OpenReport(name=EVIL, num_ranks=1, steps=(), models=(ModelStatus(units=(EVIL,)),), num_rows=1, notes=(EVIL,)),
 ]
 
 

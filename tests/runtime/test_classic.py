@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.helpers.booted_ranks import execute, namespace, prepare, run
+from tests.helpers.booted_ranks import execute, models_here, namespace, prepare, run
 from tests.helpers.pairwise import quick
 from tests.helpers.small_models import Block, adamw, loss_of
 from tests.helpers.stopped_step import Channel, beside
@@ -50,10 +50,13 @@ def train(policy):
     patterns = policy.get("ignore", ())
     ignored = [p for name, p in ns["model"].named_parameters() if any(fnmatch(name, each) for each in patterns)]
     command = shard(**policy)
-    out = {"plan": shard_planning.plan(command, ns["world_size"]), "before": shard_planning.models()}
+    out = {
+        "plan": shard_planning.plan(command, ns["world_size"]),
+        "before": models_here(),
+    }
     out["shard"] = execute(command)
     out["ignored"] = sum(param.nbytes for param in ignored)
-    out["after"] = shard_planning.models()
+    out["after"] = models_here()
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
     out["rules"], out["units"] = check(trace), trace.header.units
@@ -369,7 +372,7 @@ def reshards_by_plan():
     found = []
     for _, changes in RESHARDS:
         command = Reshard(model="model", **changes)
-        (model,) = shard_planning.models()
+        (model,) = models_here()
         before, done = outcome(shard_planning.plan, command, ns["world_size"]), outcome(execute, command)
         after = done if isinstance(done, str) else [u for u in trace_here().header.units if not u.retired]
         found.append((model.policy, before, after))
@@ -431,7 +434,7 @@ def interrupted_when_plain(api):
     with pytest.raises(KeyboardInterrupt):
         execute(Reshard(model="model", api="fully_shard" if api == "classic" else "classic"))
     setattr(sharding, name, made)
-    (model,) = shard_planning.models()
+    (model,) = models_here()
     losses += execute(Step(count=6))["losses"]
     return losses, model.policy.api, model.policy.prefetch
 
@@ -569,7 +572,7 @@ def in_parallel(orig_params):
     recorder = rank_module._this_rank().recorder
     trace = trace_here()
     assert check(trace) == []
-    (model,) = shard_planning.models()
+    (model,) = models_here()
     found = inspect("model.0.mlp.0.weight", recorder), inspect("model.0._flat_param", recorder)
     return losses, verified, found, model, trace.header.units[0]
 

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
+from tests.helpers.booted_ranks import assert_refused, drain, execute, models_here, namespace, prepare, run
 from tests.helpers.pairwise import quick, quick_rows
 from workbench.engine import FSDPModule
 from workbench.errors import UsageError
@@ -58,7 +58,10 @@ def trace_here():
 def train(policy):
     ns = prepare(clip=1.0)
     command = Shard(model="model", wrap=("Block",), **policy)
-    out = {"plan": shard_planning.plan(command, ns["world_size"]), "models": shard_planning.models()}
+    out = {
+        "plan": shard_planning.plan(command, ns["world_size"]),
+        "models": models_here(),
+    }
     out["shard"] = execute(command)
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
@@ -238,7 +241,7 @@ def reshards_by_plan():
         before = shard_planning.plan(command, ns["world_size"])
         execute(command)
         found.append((before, [unit for unit in trace_here().header.units if not unit.retired]))
-    (model,) = shard_planning.models()
+    (model,) = models_here()
     return found, model
 
 
@@ -249,7 +252,7 @@ def policies_told():
     found = []
     for changes in [{}, *RESHARDS, {"prefetch": 0}]:
         execute(Reshard(model="model", **changes))
-        (model,) = shard_planning.models()
+        (model,) = models_here()
         reported = vars(model.policy) | {"strategy": ""}  # a field of the other API
         again, kept = Reshard(model="model", **reported), Reshard(model="model")
         found.append((model.policy, [shard_planning.plan(command, ns["world_size"]) for command in (again, kept)]))
@@ -266,7 +269,7 @@ def kept_dtypes():
     found = []
     for command in commands:
         execute(command)
-        (model,) = shard_planning.models()
+        (model,) = models_here()
         live = [unit for unit in trace_here().header.units if not unit.retired]
         norms = {unit.compute_dtype for unit in live for param in unit.params if "norm" in param.fqn}
         found.append((model.policy.mp, norms, {unit.compute_dtype for unit in live}))
@@ -367,7 +370,7 @@ def reshards_of_a_unit():
         report = execute(command)
         losses = execute(Step(count=1))["losses"]
         found.append((before, [unit for unit in trace_here().header.units if not unit.retired], report, losses))
-    (model,) = shard_planning.models()
+    (model,) = models_here()
     return found, model, check(trace_here())
 
 

@@ -294,7 +294,7 @@ def test_cells_keep_their_names():
 def test_what_cells_of_a_notebook_have_is_imported():
     found = text(CompletedCell(code="display(log_metric('loss', 1))"))
     assert "from IPython.display import display" in found
-    assert "from workbench.models import log_metric" in found
+    assert "from workbench.watch import log_metric" in found
     assert "log_metric" not in text(MODEL)
 
 

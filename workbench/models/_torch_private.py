@@ -450,7 +450,7 @@ def will_unshard(group: ParamGroup) -> bool:
 
 
 @contextmanager
-def prefetched_first(model: FSDPModule, module: FSDPModule) -> Iterator[None]:
+def prefetched_first(model: FSDPModule, module: Any) -> Iterator[None]:  # noqa: ANN401 - another FSDPModule
     """Let the forward of ``model`` prefetch ``module`` before all else in the body."""
     state, first = model._get_fsdp_state(), module._get_fsdp_state()
     before = state._states_to_forward_prefetch

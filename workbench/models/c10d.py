@@ -290,3 +290,8 @@ def holds(owner: torch.Tensor | torch.UntypedStorage) -> probe.BufferHandle | No
 def count(owner: torch.Tensor | torch.UntypedStorage, handle: probe.BufferHandle | None) -> None:
     """Count bytes by ``handle`` as long as ``owner`` exists."""
     owner._workbench_bytes = handle  # type: ignore[union-attr]
+
+
+def sees_all_collectives() -> bool:
+    """Return whether this torch announces every collective, also those that C++ issues; else only Python's are seen."""
+    return HAS_HOOKS

@@ -47,6 +47,15 @@ Named = Mapping[str, torch.Tensor] | torch.Tensor
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+def log_metric(name: str, value: float) -> None:
+    """Record a number of the step, such as its loss; ``%fsdp training`` draws it. No-op where nothing records.
+
+    After the end of a step it belongs to that step.
+    """
+    if probe.active is not None:
+        probe.active.metric(name, float(value))
+
+
 @dataclass(frozen=True)
 class OwnParam:
     """A parameter of a unit, and this rank's part of it.

@@ -6,7 +6,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +17,7 @@ from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.models.c10d import CollectiveWatch
 from workbench.models.patches import Patches
+from workbench.models.sharded_model import ShardedModel, UnitLayout
 
 Original = Callable[..., Any]
 Group = TypeVar("Group")
@@ -37,21 +38,6 @@ class UnitPlace:
     paths: Mapping[nn.Module, str]
     index: int
     root: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class UnitLayout:
-    """Where a unit is: its modules and ranks.
-
-    Attributes:
-        modules: its modules.
-        shard_ranks: ranks that share one copy with this one.
-        replicas: ranks that hold the same shard as this one; None: unknown.
-    """
-
-    modules: tuple[nn.Module, ...]
-    shard_ranks: tuple[int, ...]
-    replicas: tuple[int, ...] | None
 
 
 @dataclass(eq=False)
@@ -132,13 +118,9 @@ class TorchUnits(ABC, Generic[Group]):
         group = self._groups.get(unit)
         return {} if group is None else self._tensors_of(group, self._known[group].unit)
 
-    def layout_of(self, unit: int) -> UnitLayout | None:
-        """Return where a unit is; None: it belongs to another source."""
-        group = self._groups.get(unit)
-        return None if group is None else self._layout_of(group)
-
     @abstractmethod
-    def _layout_of(self, group: Group) -> UnitLayout: ...
+    def layout_of(self, group: Group) -> UnitLayout:
+        """Return where a unit is."""
 
     @abstractmethod
     def _tensors_of(self, group: Group, unit: Unit) -> Mapping[str, ParamTensors]: ...
@@ -227,12 +209,14 @@ class TorchUnits(ABC, Generic[Group]):
         """Yield the indices of units with full gradients that were not reduced, outside a backward."""
         yield from (known.index for known in tuple(self._known.values()) if known.grads_nbytes)
 
-    def units_of(self, model: nn.Module) -> Iterator[Unit]:
-        """Yield the units of a model that were announced, in the order of its modules."""
-        for _, group in self._groups_below(model):
-            known = self._known.get(group)
-            if known is not None:
-                yield known.unit
+    def groups_in(self, model: nn.Module) -> list[tuple[Unit, Group]]:
+        """Return the units of a model that were announced, in the order of its modules, and what they are to torch."""
+        found = ((self._known.get(group), group) for _, group in self._groups_below(model))
+        return [(known.unit, group) for known, group in found if known is not None]
+
+    def backwards(self) -> Mapping[int, int]:
+        """Return how often gradients were averaged, by unit, of models that have some; empty: it is not counted."""
+        return {}
 
     def _known_of(self, unit: int) -> WatchedUnit | None:
         group = self._groups.get(unit)
@@ -271,9 +255,24 @@ class TorchUnits(ABC, Generic[Group]):
         return result
 
 
-def join(path: str, name: str) -> str:
-    """Return the name of a parameter from the path of its module; the root's path is empty."""
-    return ".".join(filter(None, (path, name)))
+class WatchedModel(ShardedModel, Generic[Group]):
+    """A model that torch shards: its units are those that a source has announced."""
+
+    source_class: ClassVar[type[TorchUnits[Any]]]
+
+    def __init__(self, model: nn.Module, source: TorchUnits[Any]) -> None:
+        found = source.groups_in(model)
+        super().__init__(model, [unit for unit, _ in found])
+        self._source = source
+        self._groups = {unit.index: group for unit, group in found}
+
+    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
+        """Return this rank's tensors of a unit's parameters, by name."""
+        return self._source.tensors(unit)
+
+    def layout_of(self, unit: int) -> UnitLayout:
+        """Return where a unit is."""
+        return self._source.layout_of(self._groups[unit])
 
 
 def drop(handle: BufferHandle) -> None:

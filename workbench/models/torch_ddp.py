@@ -4,23 +4,40 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from workbench.engine import probe
-from workbench.engine.module_names import clean
+from workbench.engine.module_names import clean, named_params, names_below
 from workbench.engine.probe import BufferHandle
-from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
+from workbench.engine.unsharding import copied
+from workbench.errors import UsageError
+from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit, unit_words
 from workbench.models import _torch_private as _torch
 from workbench.models.c10d import count, holds
 from workbench.models.patches import Patches
-from workbench.models.source import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, drop
+from workbench.models.sharded_model import (
+    Averaged,
+    Casts,
+    Largest,
+    Optimizers,
+    OwnGrads,
+    UnitLayout,
+    average_over,
+    join,
+)
+from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit, drop
 
 
 class DataParallelUnits(TorchUnits[DistributedDataParallel]):
@@ -87,7 +104,8 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def _renew(self, group: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:
         _torch.renew_replicas(group, new_of)
 
-    def _layout_of(self, group: DistributedDataParallel) -> UnitLayout:
+    def layout_of(self, group: DistributedDataParallel) -> UnitLayout:
+        """Return where a unit is."""
         replicas = tuple(dist.get_process_group_ranks(group.process_group))
         return UnitLayout(modules=(group.module,), shard_ranks=(dist.get_rank(),), replicas=replicas)
 
@@ -206,9 +224,8 @@ class _Backward:
 
 def _described(path: str, name: str, param: torch.Tensor) -> Param:
     shape = tuple(param.shape) or (1,)
-    fqn = ".".join(filter(None, (path, name)))
     return Param(
-        fqn=fqn,
+        fqn=join(path, name),
         shape=shape,
         global_shape=shape,
         dtype=str(param.dtype).removeprefix("torch."),
@@ -218,3 +235,236 @@ def _described(path: str, name: str, param: torch.Tensor) -> Param:
         padded_rows=shape[0],
         trainable=param.requires_grad,
     )
+
+
+class ReplicatedModel(WatchedModel[DistributedDataParallel]):
+    """A model in, or with parts in, torch's ``DistributedDataParallel``."""
+
+    engine = TORCH_DDP
+    wrapper_class = DistributedDataParallel
+    splits = False
+    source_class = DataParallelUnits
+
+    @classmethod
+    def runs(cls, model: nn.Module) -> bool:
+        """Return whether the engine runs a part of a model."""
+        return any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+    def __init__(self, model: nn.Module, source: DataParallelUnits) -> None:
+        super().__init__(model, source)
+        self._counts = source
+        self._parts = {path: part for path, part in model.named_modules() if isinstance(part, DistributedDataParallel)}
+
+    def check_can_copy(self, name: str, largest: Largest) -> None:
+        """Raise UsageError if the model ``name`` has the mixed precision of ``DistributedDataParallel`` itself."""
+        if any(part.mixed_precision is not None for part in self._parts.values()):
+            raise UsageError(
+                f"{name!r} has the mixed_precision of DistributedDataParallel, which verify does not know: use "
+                "torch.autocast in the step, or leave it out"
+            )
+
+    def num_backwards(self, unit: int) -> int | None:
+        """Return how many backwards of a unit were averaged; None: they are not watched any more."""
+        return self._counts.num_backwards(unit)
+
+    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
+        """Return the tensors of a unit, by name, with the modules that have them."""
+        part = self._groups[unit]
+        places = [
+            (part.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name, _ in part.module.named_parameters()
+        ]
+        found = zip(super().tensors(unit).items(), places, strict=True)
+        return {name: replace(known, places=(place,)) for (name, known), place in found}
+
+    @functools.cached_property
+    def paths(self) -> dict[nn.Module, str]:
+        """The path of each module, without wrappers."""
+        return {module: self._without_wrapper(path) for module, path in names_below([self.model]).items()}
+
+    def _without_wrapper(self, path: str) -> str:
+        for top in self._parts:
+            inner = join(top, "module")
+            if path == inner or path.startswith(f"{inner}."):
+                return ".".join(filter(None, (top, path[len(inner) + 1 :])))
+        return path
+
+    def reshard(self) -> None:
+        """No-op: every rank holds all parameters."""
+
+    @torch.no_grad()
+    def copy(
+        self, memo: dict[int, Any], optimizers: Optimizers, largest: Largest
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return plain copies of the model and its optimizers; unlike others, this rank's own."""
+        for param in self.model.parameters():
+            memo[id(param)] = plain = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            plain.grad = None if param.grad is None else param.grad.detach().clone()
+
+        def make() -> nn.Module:
+            for part in self._parts.values():
+                memo[id(part)] = copy.deepcopy(part.module, memo)
+            return copy.deepcopy(self.model, memo)
+
+        reference = copied(self.model, memo, make)
+        for part in self._parts.values():
+            _act_as_replicated(memo[id(part)], part)
+        return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+
+    def casts(self) -> Iterator[Casts]:
+        """Yield nothing: no dtype is cast."""
+        yield from ()
+
+    def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
+        """Return the process group over which the gradient of each parameter is averaged, by name."""
+        return {
+            clean(join(path, name)): (part.process_group,)
+            for path, part in self._parts.items()
+            for name, _ in part.module.named_parameters()
+            if name not in part.parameters_to_ignore
+        }
+
+    def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
+        """Let a plain copy average its gradients at the end of each backward, as ranks may use other parameters."""
+        plains, by_group = dict(named_params(reference)), dict[dist.ProcessGroup, dict[str, nn.Parameter]]()
+        for name, (group,) in self.groups().items():
+            if name in plains and plains[name].requires_grad:
+                by_group.setdefault(group, {})[name] = plains[name]
+        averagers = [GradAverager(params, group, averaged) for group, params in by_group.items()]
+        return lambda: {name: grad for each in averagers for name, grad in each.own_grads()}
+
+    def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names, without wrappers, and the values of all parameters on the next rank; collective.
+
+        Each rank's copy steps as the rank does, so a rank that trains otherwise differs only from the copies of others.
+        """
+        names, groups = self.names, self.groups()
+        for param in self.model.parameters():
+            name, value = names[id(param)], param.detach().clone()
+            yield name, _of_next_rank(value, *groups[name]) if name in groups else value
+
+    def owned(self, unit: int) -> set[int]:
+        """Return the ids of the parameters of a unit that an optimizer may hold."""
+        return set(map(id, self._groups[unit].parameters()))
+
+    def part_of(self, unit: Unit, name: str) -> tuple[str, set[int]]:
+        """Return the module that has a parameter, as text, and the ids of its parameters: a unit is the whole model."""
+        path = name.rpartition(".")[0]
+        return f"module {unit_words(path)}", self._ids_by_module.get(path, set())
+
+    @functools.cached_property
+    def _ids_by_module(self) -> Mapping[str, set[int]]:
+        """The ids of the parameters of each module, by its path without wrappers."""
+        found: dict[str, set[int]] = {}
+        for id_, name in self.names.items():
+            found.setdefault(name.rpartition(".")[0], set()).add(id_)
+        return found
+
+    def unreduced(self) -> tuple[int, ...]:
+        """Return no unit: a gradient of this rank alone is not marked as such."""
+        return ()
+
+    def drop_full_grads(self, units: Iterable[int]) -> None:
+        """No-op: a parameter has one gradient."""
+
+    def in_no_unit(self) -> Sequence[str]:
+        """Return the names of the trained parameters that no wrapper averages."""
+        averaged, names = self.groups(), self.names
+        trained = (names[id(param)] for param in self.model.parameters() if param.requires_grad)
+        return [name for name in trained if name not in averaged]
+
+    def own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers that no wrapper broadcasts, with their names without wrappers."""
+        broadcast = {
+            id(buffer)
+            for part in self._parts.values()
+            if part.broadcast_buffers
+            for name, buffer in part.module.named_buffers()
+            if name not in part.parameters_to_ignore
+        }
+        for name, buffer in self.model.named_buffers():
+            if id(buffer) not in broadcast:
+                yield self._without_wrapper(clean(name)), buffer
+
+
+def _of_next_rank(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    found = [torch.empty_like(value) for _ in range(group.size())]
+    dist.all_gather(found, value.contiguous(), group=group)
+    return found[(group.rank() + 1) % group.size()]
+
+
+class GradAverager:
+    """Average of the gradients of a plain copy over ranks, at the end of each of its backwards.
+
+    Args:
+        params: its parameters, by name.
+        group: the ranks.
+        averaged: gets each gradient and its average.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], group: dist.ProcessGroup, averaged: Averaged = lambda *_: None
+    ) -> None:
+        self._params, self._group, self._averaged = params, group, averaged
+        self._taken: dict[str, torch.Tensor] = {}  # what the averages have taken from this rank's own gradients
+        self._is_queued = False
+        for param in params.values():
+            param.register_post_accumulate_grad_hook(self._accumulated)
+
+    def own_grads(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the gradients that this rank would have without any average, by name."""
+        for name, param in self._params.items():
+            if param.grad is not None:
+                yield name, param.grad.detach() + self._taken.get(name, 0)
+
+    def _accumulated(self, _: torch.Tensor) -> None:
+        if not self._is_queued:
+            self._is_queued = True
+            _torch.at_end_of_backward(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Average the gradients of all parameters that any rank has one of; others count as 0."""
+        self._is_queued = False
+        params = self._params.values()
+        device = next(iter(params)).device
+        used = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8, device=device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self._group)
+        own = dict(self.own_grads())
+        for (name, param), is_used in zip(self._params.items(), used.tolist(), strict=True):
+            if is_used:
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                before = grad.clone()
+                average_over((self._group,), grad)
+                param.grad = grad
+                self._taken[name] = own.get(name, 0) - grad
+                self._averaged(name, before, grad, (self._group,))
+
+
+def _act_as_replicated(plain: nn.Module, part: DistributedDataParallel) -> None:
+    """Let a plain copy broadcast buffers, and move its inputs, as the wrapper does; give it the wrapper's methods."""
+    first = dist.get_process_group_ranks(part.process_group)[0]
+    buffers = [buffer for name, buffer in plain.named_buffers() if name not in part.parameters_to_ignore]
+    syncs = {"forward": part.require_forward_param_sync, "backward": part.require_backward_grad_sync}
+    device = next(iter(part.device_ids), None) if part.device_ids else None
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if syncs["forward"] and part.broadcast_buffers:
+            for buffer in buffers:
+                dist.broadcast(buffer.detach(), first, group=part.process_group)
+        syncs["forward"] = torch.is_grad_enabled() and syncs["backward"]
+        if device is not None:
+            args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        return args, kwargs
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        kept, syncs["backward"] = syncs["backward"], False
+        try:
+            yield
+        finally:
+            syncs["backward"] = kept
+
+    plain.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    calls = {"module": plain, "no_sync": no_sync, "join": lambda **_: nullcontext()}
+    vars(plain).update({name: call for name, call in calls.items() if not hasattr(plain, name)})

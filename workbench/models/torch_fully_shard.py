@@ -4,23 +4,41 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
+from workbench.engine.agreement import holdings
+from workbench.engine.module_names import named_params
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
+from workbench.engine.unsharding import copied, full_tensor, state_like
+from workbench.errors import UsageError
 from workbench.events import C10D, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
 from workbench.models.c10d import count, holds
 from workbench.models.patches import Patches
-from workbench.models.source import Original, TorchUnits, UnitLayout, UnitPlace, WatchedUnit, join
+from workbench.models.sharded_model import (
+    Casts,
+    Largest,
+    Optimizers,
+    UnitLayout,
+    check_same_holdings,
+    gathered_before,
+    join,
+    take_setters,
+)
+from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 
 
 class FullyShardUnits(TorchUnits[ParamGroup]):
@@ -52,7 +70,8 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     # ---- descriptions
 
-    def _layout_of(self, group: ParamGroup) -> UnitLayout:
+    def layout_of(self, group: ParamGroup) -> UnitLayout:
+        """Return where a unit is."""
         shard_ranks, replicas = _torch.ranks_of_group(group)
         return UnitLayout(modules=tuple(group.modules), shard_ranks=shard_ranks, replicas=replicas)
 
@@ -288,3 +307,125 @@ def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int, wide
         trainable=param.sharded_param.requires_grad,
         compute_itemsize=0 if own == widest.itemsize else own,
     )
+
+
+class FullyShardModel(WatchedModel[ParamGroup]):
+    """A model that torch's ``fully_shard`` shards."""
+
+    engine = TORCH_FULLY_SHARD
+    module_class = FSDPModule
+    keeps_waiting_grads = True
+    package = "torch.distributed.fsdp"
+    source_class = FullyShardUnits
+
+    @classmethod
+    def runs(cls, model: nn.Module) -> bool:
+        """Return whether the engine runs a part of a model."""
+        return any(True for _ in _torch.groups_below(model))
+
+    def reshard(self) -> None:
+        """Free all full parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @property
+    def _managed(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
+        """The parameters of units with their names, and what ``fully_shard`` knows of each."""
+        params = {id(each.sharded_param): each for group in self._groups.values() for each in group.fsdp_params}
+        named = named_params(self.model)
+        yield from ((name, param, params[id(param)]) for name, param in named if id(param) in params)
+
+    @torch.no_grad()
+    def copy(
+        self, memo: dict[int, Any], optimizers: Optimizers, largest: Largest
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        """Return plain copies of the model and its optimizers; collective. What tensor parallelism splits stays split.
+
+        Raises:
+            HoldingsDiffer: only some ranks hold a gradient or optimizer state.
+        """
+        managed = [(name, param, _torch.form_of(own)) for name, param, own in self._managed]
+        check_same_holdings(repr(holdings(((name, param) for name, param, _ in managed), optimizers)), largest)
+        for _, shard, form in managed:
+            memo[id(shard)] = plain = nn.Parameter(state_like(form, shard), requires_grad=shard.requires_grad)
+            if shard.grad is not None:
+                plain.grad = state_like(form, shard.grad)
+        for optimizer in optimizers:
+            for _, shard, form in managed:
+                for value in optimizer.state.get(shard, {}).values():
+                    if isinstance(value, DTensor):
+                        memo[id(value)] = state_like(form, value)
+        with _torch.plain_modules(self.model):
+            reference = copied(self.model, memo, lambda: copy.deepcopy(self.model, memo))
+        take_setters(self.model, memo, FSDPModule)
+        return reference, [copy.deepcopy(optimizer, memo) for optimizer in optimizers]
+
+    def casts(self) -> Iterator[Casts]:
+        """Yield what each call of ``fully_shard`` casts."""
+        for modules, policy, groups in _torch.policies_below(self.model):
+            yield Casts(
+                modules=modules,
+                input_dtype=policy.param_dtype if policy.cast_forward_inputs else None,
+                output_dtype=policy.output_dtype,
+                param_dtype=policy.param_dtype,
+                params=tuple(
+                    (param.sharded_param.dtype, *_torch.module_of(param))
+                    for group in groups
+                    for param in group.fsdp_params
+                ),
+            )
+
+    def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
+        """Return the process groups over which the gradient of each parameter is averaged in turn, by name."""
+        return {name: _torch.mesh_of(own).get_all_groups() for name, _, own in self._managed}
+
+    def whole_values(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the names and the whole values of all parameters; collective."""
+        self.reshard()  # a root stays gathered after its forward, and its modules then hold full parameters
+        yield from ((name, full_tensor(param)) for name, param in named_params(self.model))
+
+    def owned(self, unit: int) -> set[int]:
+        """Return the ids of the parameters of a unit that an optimizer may hold."""
+        return {id(tensors.shard) for tensors in self.tensors(unit).values()}
+
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the units with gradients that were not reduced."""
+        return tuple(
+            index
+            for index, group in self._groups.items()
+            if _torch.has_partial_sum(group) or any(map(_torch.full_grads_of, group.fsdp_params))
+        )
+
+    def drop_full_grads(self, units: Iterable[int]) -> None:
+        """Drop the gradients of full parameters of units."""
+        for index in units:
+            _torch.drop_full_grads(self._groups[index])
+
+    def in_no_unit(self) -> Sequence[str]:
+        """Return the names of the trained parameters that are in no unit."""
+        shards = {name: tensors.shard for unit in self.units for name, tensors in self.tensors(unit.index).items()}
+        managed = {id(shard) for shard in shards.values()}  # the modules of an unsharded unit hold full parameters
+        return [
+            name
+            for name, held in named_params(self.model)
+            if held.requires_grad and name not in shards and id(held) not in managed
+        ]
+
+    def gathered_early(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which this rank gathers a unit before the root.
+
+        torch checks no order, and transfers of different lengths would end the process: the root comes first, and
+        prefetches the unit before any later hook.
+        """
+        if isinstance(self.model, FSDPModule):
+            return _torch.prefetched_first(self.model, module)
+        return gathered_before(self.model, module, prepend=False)
+
+    def check_can_copy(self, name: str, largest: Largest) -> None:
+        """Raise UsageError if ``fully_shard`` got one mesh for the model and for tensor parallelism."""
+        if any(_torch.is_on_one_mesh(param) for group in self._groups.values() for param in group.fsdp_params):
+            raise UsageError(
+                f"fully_shard shards {name!r} over a mesh that has the dimensions of tensor parallelism too, which "
+                "verify does not know: pass fully_shard the data-parallel part of the mesh, such as mesh['dp']"
+            )

@@ -24,7 +24,8 @@ from workbench.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.events import Unit
-from workbench.models import Watch, sees_all_collectives
+from workbench.models.c10d import sees_all_collectives
+from workbench.models.engines import Watch
 from workbench.models.patches import Patches
 from workbench.record.crash_report import CrashReport
 from workbench.record.launch import Place

@@ -90,7 +90,7 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardedModel:
+class ModelStatus:
     """A model that is sharded.
 
     Attributes:
@@ -112,7 +112,7 @@ class ShardedModel:
         return "; ".join([f"{self.name}, {units}" if self.name else units, *self.policy])
 
 
-def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[ShardedModel, ...]:
+def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[ModelStatus, ...]:
     """Return the models whose units are in use, in the order in which they were sharded.
 
     Args:
@@ -127,7 +127,7 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Sh
         is_alone = not name and unit.root >= 0 and not header.units[unit.root].name
         parts.setdefault((name, unit.root if is_alone else -1), []).append(unit)
     return tuple(
-        ShardedModel(
+        ModelStatus(
             name=name,
             units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
             policy=_replicated_words(header, units) or tuple(policy_words(units)),
@@ -176,7 +176,7 @@ class StatusReport(Report):
 
     running: bool
     ranks: tuple[RankStatus, ...] = ()
-    models: tuple[ShardedModel, ...] = ()
+    models: tuple[ModelStatus, ...] = ()
     num_rows: int = 0
     num_lost: int = 0
     num_dropped: int = 0
@@ -536,7 +536,7 @@ class OpenReport(Report):
     name: str
     num_ranks: int
     steps: tuple[int, ...]
-    models: tuple[ShardedModel, ...]
+    models: tuple[ModelStatus, ...]
     num_rows: int
     notes: tuple[str, ...] = ()
     is_live: bool = False

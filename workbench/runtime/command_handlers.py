@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from workbench.events import Unit
-from workbench.models import Watch
+from workbench.models.engines import Watch
 from workbench.protocol.commands import Command, Shard, registered
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.runtime.distributed import ProcessGroups

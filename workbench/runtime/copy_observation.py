@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from workbench.engine.full_param import local_tensor
+from workbench.models.sharded_model import average_over
 from workbench.protocol.commands import CopyStep, Sketch
-from workbench.runtime.verified_model import average_over
 
 _FAINT = 1e-6  # gradients below this part of the model's largest are noise of its kernels
 

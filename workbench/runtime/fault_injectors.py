@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp as torchs
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
@@ -29,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind, unit_words
-from workbench.models import _torch_private
 from workbench.protocol.fault_kinds import KINDS
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -175,7 +173,7 @@ def _is_not_first(scene: FaultScene) -> None:
 
 
 def _can_convert(scene: FaultScene) -> None:
-    if scene.unit.info.engine:
+    if not scene.unit.engine.can_reshard:
         raise scene.fails("torch's FSDP cannot change the dtype of a model that it has run; use --engine workbench")
     if any(param.dtype != torch.float32 for param in scene.target.model.parameters()):
         raise scene.fails(f"{scene.target.name} has parameters that are not float32")
@@ -235,16 +233,8 @@ def skip_collective(scene: FaultScene) -> Iterator[None]:
 @injects(_has_other_ranks, _is_not_classic, _is_not_first)
 def wrong_order(scene: FaultScene) -> Iterator[None]:
     """Gather a unit too early, on one rank."""
-    module: Any = scene.module
-    model, is_torchs = scene.target.model, bool(scene.unit.info.engine)
-    # torch's engine checks nothing, and transfers of different lengths would end its process: the root comes first. It
-    # begins to prefetch before any later hook
-    early: AbstractContextManager[None] = nullcontext()
-    if scene.is_here and is_torchs and isinstance(model, torchs.FSDPModule):
-        early = _torch_private.prefetched_first(model, module)
-    elif scene.is_here:
-        early = _held(_before(model, module.unshard, is_gathered=is_torchs))
-    with early:
+    (model,) = (each for each in scene.target.models if type(each) is scene.unit.engine)
+    with model.gathered_early(scene.module) if scene.is_here else nullcontext():
         yield
 
 

@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
 
-from workbench.engine.fsdp_state import states_below, units_of
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.protocol.breakpoints import chosen_units
@@ -144,13 +142,13 @@ def _values_kept(scene: FaultScene) -> Iterator[None]:
     """Restore parameters and optimizer state after the body, and drop all gradients."""
     model = scene.target.model
     optimizers = optimizers_of(model)
-    _reshard(model)
+    _reshard(scene)
     kept = {name: local_tensor(param).detach().clone() for name, param in model.named_parameters()}
     states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
     try:
         yield
     finally:
-        _reshard(model)
+        _reshard(scene)
         with torch.no_grad():
             for name, param in model.named_parameters():
                 local, value = local_tensor(param), kept.get(name)
@@ -159,14 +157,12 @@ def _values_kept(scene: FaultScene) -> Iterator[None]:
                 param.grad = None
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        for unit in units_of(states_below(model)):
-            unit.drop_full_grads()
-        scene.rank.watch.renew(())  # drops those of torch's engine
+        for each in scene.rank.watch.models_in(model):
+            each.drop_full_grads(unit.index for unit in each.units)
+        scene.rank.watch.renew(())  # forgets a step of torch's engine that raised
 
 
-def _reshard(model: nn.Module) -> None:
+def _reshard(scene: FaultScene) -> None:
     """Free full parameters, which would be taken for the shards."""
-    for module in model.modules():
-        reshard = getattr(module, "reshard", None)
-        if callable(reshard):
-            reshard()
+    for each in scene.rank.watch.models_in(scene.target.model):
+        each.reshard()

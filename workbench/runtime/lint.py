@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
 
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from workbench.engine.event_source import SOURCE
-from workbench.engine.fsdp_state import states_below, units_of, unreduced_units
+from workbench.engine.fsdp_state import unreduced_units
 from workbench.errors import UsageError
+from workbench.events import Unit
 from workbench.fault import Fault
-from workbench.models import Watch, is_sharded_by_torch
+from workbench.models.engines import Watch, engine_of, is_sharded
+from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.runtime.command_handlers import RankContext, does
-from workbench.runtime.lint_rules import copied_places, keeps_gradients, rules
+from workbench.runtime.lint_rules import copied_places, rules
 from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUnit
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import find_module, module_names, variables
@@ -51,7 +50,7 @@ def sharded_models(name: str = "") -> dict[str, nn.Module]:
         UsageError: there is no model of this name.
     """
     found = {each: find_module(each) for each in ([name] if name else module_names())}
-    return {each: model for each, model in outermost(found).items() if _is_sharded(model)}
+    return {each: model for each, model in outermost(found).items() if is_sharded(model)}
 
 
 def checked(models: Mapping[str, nn.Module], rank: RankContext, *, after_shard: bool = False) -> LintReply:
@@ -75,11 +74,6 @@ def checked(models: Mapping[str, nn.Module], rank: RankContext, *, after_shard: 
     )
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    is_replicated = any(isinstance(module, DistributedDataParallel) for module in model.modules())
-    return bool(states_below(model)) or is_replicated or is_sharded_by_torch(model)
-
-
 def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
     """Return a sharded model and its surroundings, whichever engine runs it.
 
@@ -88,11 +82,12 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         model: the model.
         rank: this rank.
     """
-    found = variables()
+    found, models = variables(), rank.watch.models_in(model)
     return LintTarget(
         name=name,
         model=model,
-        units=(*_own_units(model), *_torchs_units(model, rank)),
+        models=models,
+        units=tuple(_units_of(models)),
         optimizers=dict(_optimizers(found)),
         variables=found,
         programs=(*rank.scripts.programs, *_functions(found)),
@@ -120,36 +115,25 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
         unreduced=lambda: (*unreduced_units(), *watch.unreduced()),
         backwards=watch.backwards,
         held=held,
-        survives=lambda index: keeps_gradients(recorder.header.units[index]),
+        survives=lambda index: _keeps_waiting_grads(recorder.header.units[index]),
         copies=lambda: copied_places(known()),
         is_aside=lambda: recorder.is_aside,
     )
 
 
-def _own_units(model: nn.Module) -> Iterator[LintUnit]:
-    for state in states_below(model):
-        for unit in units_of([state]):
-            mesh = unit.mesh_info
-            shard, replicas = mesh.shard_group, mesh.replicate_group
-            alone = (dist.get_rank(),)
-            yield LintUnit(
-                info=unit.describe(),
-                tensors=SOURCE.tensors(unit.index),
-                modules=state.modules,
-                shard_ranks=alone if shard is None else shard.ranks,
-                replicas=alone if replicas is None else replicas.ranks,
-            )
+def _keeps_waiting_grads(unit: Unit) -> bool:
+    """Return whether gradients of a unit that wait for a reduction survive ``zero_grad``; no flat ones do."""
+    return engine_of(unit).keeps_waiting_grads and not any(param.parts for param in unit.params)
 
 
-def _torchs_units(model: nn.Module, rank: RankContext) -> Iterator[LintUnit]:
-    for unit in rank.watch.units_of(model):
-        layout = rank.watch.layout_of(unit)
-        if layout is not None:
+def _units_of(models: Sequence[ShardedModel]) -> Iterator[LintUnit]:
+    for model in models:
+        for unit in model.units:
             yield LintUnit(
                 info=unit,
-                tensors=rank.recorder.tensors(unit.index),
-                num_backwards=rank.watch.num_backwards(unit.index),
-                **vars(layout),
+                tensors=model.tensors(unit.index),
+                num_backwards=model.num_backwards(unit.index),
+                **vars(model.layout_of(unit.index)),
             )
 
 

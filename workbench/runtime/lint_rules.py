@@ -23,17 +23,17 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
-from workbench.engine import FSDPModule
 from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
-from workbench.events import TORCH_FULLY_SHARD, Param, ParamTensors, Unit, unit_words
+from workbench.events import Param, ParamTensors, unit_words
 from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.models._torch_private import checkpoint_wrappers_below
+from workbench.models.engines import fully_shard_of
+from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
@@ -218,23 +218,8 @@ def _buffers(target: LintTarget) -> dict[str, torch.Tensor]:
 @rule(Damage.NUMBERS, named="in-no-unit")
 def trained_in_no_unit(target: LintTarget) -> Iterator[Finding]:
     """Trained parameters in no unit: nothing averages their gradients."""
-    names = _in_no_unit(target)
-    if names:
-        yield in_no_unit(target.name, names)
-
-
-def _in_no_unit(target: LintTarget) -> Sequence[str]:
-    if any(not unit.info.engine for unit in target.units):  # the workbench's
-        return target.unmanaged.params
-    managed = {clean(name) for unit in target.units for name in unit.tensors}
-    return [
-        name
-        for name, param in target.params.items()
-        if param.requires_grad
-        and name not in managed
-        and id(param) not in target.owned_by_units
-        and not isinstance(param, DTensor)
-    ]
+    if target.in_no_unit:
+        yield in_no_unit(target.name, target.in_no_unit)
 
 
 @rule(Damage.NUMBERS)
@@ -336,11 +321,6 @@ def kept_by_zero_grad(target: LintTarget) -> Iterator[Finding]:
             )
 
 
-def keeps_gradients(unit: Unit) -> bool:
-    """Return whether gradients of a unit that wait for a reduction survive ``zero_grad``."""
-    return unit.engine in ("", TORCH_FULLY_SHARD) and not any(param.parts for param in unit.params)
-
-
 def _digests(unit: LintUnit) -> dict[str, int]:
     """Return a checksum of each parameter of a unit, by name and the ranks that should have the same."""
     ranks = ", ".join(map(str, unit.replicas or ()))
@@ -366,7 +346,7 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
         if not any(are_causes):
             digests |= _digests(unit)
     if not _has_tensor_parallelism(target):
-        apart = {clean(name) for unit in target.units for name in unit.tensors} | {*_in_no_unit(target)}
+        apart = {clean(name) for unit in target.units for name in unit.tensors} | {*target.in_no_unit}
         digests |= {
             name: digest(param)
             for name, param in target.params.items()
@@ -399,7 +379,7 @@ def _tensor(tensors: ParamTensors) -> torch.Tensor:
 def unequal_buffers(target: LintTarget) -> Iterator[Finding]:
     """Buffers that differ between ranks."""
     unwritten = {name for name, buffer in _buffers(target).items() if EmptiedTensors.is_unwritten(buffer)}
-    digests = {name: found for name, found in target.unmanaged.buffers.items() if name not in unwritten}
+    digests = {name: found for name, found in target.buffer_sums.items() if name not in unwritten}
     yield RankComparison(fault=buffers_differ(target.name), digests=digests)  # never-written names the others
 
 
@@ -706,7 +686,7 @@ def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
 @rule(Damage.NUMBERS, named="hook-never-called")
 def uncalled_hook(target: LintTarget) -> Iterator[Finding]:
     """A register_hook on a sharded parameter, which autograd never calls."""
-    hooked = target.unmanaged.hooks
+    hooked = [name for model in target.models for name in model.uncalled_hooks()]
     if hooked:
         yield hook_never_called(hooked)
 
@@ -770,7 +750,7 @@ def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
     model, and its source calls a module or uses a parameter of the unit itself, or where the part is called. Methods
     that reach the parameters through ``self(...)`` are fine, and so is a program that calls ``unshard()``.
     """
-    for module, name in _sharded_modules(target):
+    for module, name, engine in _sharded_modules(target):
         variables = target.variables_of.get(id(module))
         if not variables:
             continue
@@ -782,7 +762,6 @@ def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
             used = _used_by_call(target, owner, method, own) if isinstance(owner, nn.Module) else ""
             if used:
                 expression = ".".join((variables[0], *call))
-                engine = "torch.distributed.fsdp" if isinstance(module, TorchFSDPModule) else "workbench.engine"
                 new = call[-1] if isinstance(getattr(module, call[-1], None), MethodType) else "METHOD"
                 yield Fault(
                     rule="method-without-hooks",
@@ -790,16 +769,17 @@ def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
                     evidence=(f"{class_name(owner)}.{method} uses {used} of unit {unit_words(name)}",)
                     if used != method
                     else (f"{expression} is a part of unit {unit_words(name)}",),
-                    fix=f"{'' if new == call[-1] else 'call it in a method of the model, and '}from {engine} import "
-                    f"register_fsdp_forward_method; register_fsdp_forward_method({variables[0]}, {new!r})",
+                    fix=f"{'' if new == call[-1] else 'call it in a method of the model, and '}from {engine.package} "
+                    f"import register_fsdp_forward_method; register_fsdp_forward_method({variables[0]}, {new!r})",
                 )
 
 
-def _sharded_modules(target: LintTarget) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules on which ``fully_shard`` was called, with their names."""
+def _sharded_modules(target: LintTarget) -> Iterator[tuple[nn.Module, str, type[ShardedModel]]]:
+    """Yield the modules on which ``fully_shard`` was called, with their names and what runs them."""
     for module, name in target.modules.items():
-        if isinstance(module, (FSDPModule, TorchFSDPModule)):
-            yield module, name
+        engine = fully_shard_of(module)
+        if engine is not None:
+            yield module, name, engine
 
 
 def _own_tensors(target: LintTarget, module: nn.Module) -> set[int]:
@@ -841,14 +821,14 @@ def _used_by_call(target: LintTarget, owner: nn.Module, name: str, own: set[int]
         return name if _computes_with(found, own) else ""
     if not _is_own_method(owner, name) or name == "forward" or name in vars(owner):
         return ""
-    if isinstance(owner, (FSDPModule, TorchFSDPModule)):
+    if fully_shard_of(owner) is not None:
         own = _own_tensors(target, owner)
     return _uses(owner, name, own, set())
 
 
 def _computes_with(module: nn.Module, own: set[int]) -> bool:
     """Return whether the forward of a module uses parameters that nothing gathers."""
-    return not isinstance(module, (FSDPModule, TorchFSDPModule)) and _holds(module, own)
+    return fully_shard_of(module) is None and _holds(module, own)
 
 
 def _uses(module: nn.Module, method: str, own: set[int], seen: set[tuple[int, str]]) -> str:
@@ -870,7 +850,7 @@ def _uses(module: nn.Module, method: str, own: set[int], seen: set[tuple[int, st
             return ast.unparse(expression)
         owner = found.__self__ if isinstance(found, MethodType) else None
         if isinstance(owner, nn.Module) and isinstance(found, MethodType):
-            is_plain = owner is module or not isinstance(owner, (FSDPModule, TorchFSDPModule))
+            is_plain = owner is module or fully_shard_of(owner) is None
             name = found.__name__
             if is_plain and _is_own_method(owner, name) and name not in vars(owner) and (id(owner), name) not in seen:
                 used = _uses(owner, name, own, seen)
@@ -966,7 +946,7 @@ def unsplit_unit(target: LintTarget) -> Iterator[Finding]:
 
 
 def _wrap_fix(target: LintTarget, unit: LintUnit, kind: str) -> str:
-    if not unit.info.engine:
+    if unit.engine.can_reshard:
         return f"%fsdp reshard {target.name} --wrap {kind}"
     return f"build the model again, then: %fsdp shard {target.name} --wrap {kind}"
 
@@ -1024,7 +1004,7 @@ def nothing_sharded(target: LintTarget) -> Iterator[Finding]:
             verdict=f"the mesh of {target.name} has {copies} copies of one shard each, so nothing is sharded",
             evidence=(f"each rank holds {_size(sum(unit.full_nbytes for unit in units))} of {_names(units)}",),
             fix=f"mesh = {mesh}, or %fsdp reshard {target.name} --mesh {copies}"
-            if not units[0].info.engine
+            if units[0].engine.can_reshard
             else f"mesh = {mesh}",
         )
 

@@ -20,12 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.engine.module_names import clean, named_params
-from workbench.events import TORCH_DDP, Param, ParamTensors, Unit
+from workbench.events import Param, ParamTensors, Unit
 from workbench.fault import Fault
-from workbench.protocol.commands import UnmanagedState
+from workbench.models.engines import engine_of
+from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import LostTie
-from workbench.runtime.model_summary import unmanaged_in
 from workbench.runtime.training_history import OptimizerHistory, TrainingHistory
 
 Finding = Fault | RankComparison
@@ -67,7 +67,12 @@ class LintUnit:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP runs it: a DistributedDataParallel model is a unit that is whole on every rank."""
-        return self.info.engine != TORCH_DDP
+        return self.engine.splits
+
+    @property
+    def engine(self) -> type[ShardedModel]:
+        """What runs it."""
+        return engine_of(self.info)
 
     @property
     def full_nbytes(self) -> int:
@@ -95,6 +100,7 @@ class LintTarget:
     Attributes:
         name: its variable.
         model: the model.
+        models: the model, for each engine that runs parts of it.
         units: its units.
         optimizers: the optimizers among the variables, by variable; ``opts[0]`` for one in a list.
         variables: all variables of the cells.
@@ -106,6 +112,7 @@ class LintTarget:
 
     name: str
     model: nn.Module
+    models: tuple[ShardedModel, ...]
     units: tuple[LintUnit, ...]
     optimizers: Mapping[str, Optimizer]
     variables: Mapping[str, object]
@@ -136,9 +143,15 @@ class LintTarget:
         return found
 
     @functools.cached_property
-    def unmanaged(self) -> UnmanagedState:
-        """What the workbench's engine does not manage, if it runs the model; buffers in any case."""
-        return unmanaged_in(self.model)
+    def in_no_unit(self) -> Sequence[str]:
+        """The names of the trained parameters whose gradients no engine averages."""
+        first, *others = (model.in_no_unit() for model in self.models)
+        return [name for name in first if all(name in names for names in others)]
+
+    @functools.cached_property
+    def buffer_sums(self) -> Mapping[str, int]:
+        """The CRC-32 of each buffer, by name."""
+        return self.models[0].buffer_sums()
 
     @functools.cached_property
     def sharded(self) -> tuple[LintUnit, ...]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed import fsdp as torchs
-from torch.distributed.tensor import DTensor
 
 from workbench.engine import FSDPModule
-from workbench.engine._torch import has_grad_hooks
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.module_names import clean, full_name, names_below
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.events import Param, Unit, unit_words
+from workbench.models.ours import WorkbenchModel, params_in_no_unit
 from workbench.protocol.commands import ShardReply, UnmanagedState
 from workbench.protocol.policy import policy_words
 from workbench.runtime.namespace import find_module, module_names
@@ -47,25 +44,21 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
     )
 
 
-def unmanaged_in(model: nn.Module, *, buffers: bool = True) -> UnmanagedState:
-    """Return the parts of a sharded model that the engine does not manage; read and checksum buffers if ``buffers``."""
-    return UnmanagedState(
-        params=tuple(names[0] for param, names in _in_no_unit(model).items() if param.requires_grad),
-        hooks=_never_called(model),
-        buffers={clean(n): _checksum(b) for n, b in model.named_buffers() if _is_plain(b)} if buffers else {},
-    )
-
-
 def unmanaged(models: Mapping[str, nn.Module], *, buffers: bool = True) -> UnmanagedState:
-    """Return :func:`unmanaged_in` for all :func:`sharded_variables`, names prefixed with the variable.
+    """Return what the engine does not manage of all :func:`sharded_variables`, names prefixed with the variable.
+
+    Args:
+        models: the models, by variable.
+        buffers: whether to read and checksum buffers.
 
     Example: ``"model.scale"``: what ``model.get_parameter("scale")`` returns.
     """
-    found = {name: unmanaged_in(model, buffers=buffers) for name, model in models.items()}
+    found = {name: WorkbenchModel(model) for name, model in models.items()}
+    sums = {name: model.buffer_sums() if buffers else {} for name, model in found.items()}
     return UnmanagedState(
-        params=tuple(f"{name}.{param}" for name, own in found.items() for param in own.params),
-        hooks=tuple(f"{name}.{param}" for name, own in found.items() for param in own.hooks),
-        buffers={f"{name}.{buffer}": crc32 for name, own in found.items() for buffer, crc32 in own.buffers.items()},
+        params=tuple(f"{name}.{param}" for name, model in found.items() for param in model.in_no_unit()),
+        hooks=tuple(f"{name}.{param}" for name, model in found.items() for param in model.uncalled_hooks()),
+        buffers={f"{name}.{buffer}": crc32 for name, own in sums.items() for buffer, crc32 in own.items()},
     )
 
 
@@ -102,60 +95,6 @@ def outermost(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
                 if part is not model:
                     once.pop(id(part), None)
     return dict(once.values())
-
-
-def _in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the parameters that belong to no unit, each with its names at every place.
-
-    They are matched by place as well: while a unit is unsharded, as a root is after an evaluation, its modules hold
-    full parameters, which are not the objects that the unit owns.
-    """
-    units = units_of(states_below(model))
-    owned = _owned(units)
-    managed = {place for unit in units for param in unit.fsdp_params for info in param.infos for place in info.places}
-    found: dict[nn.Parameter, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in owned and (module, name) not in managed:
-                found.setdefault(param, []).append(clean(f"{path}.{name}" if path else name))
-    return found
-
-
-def _never_called(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the sharded parameters with a ``register_hook`` hook, which autograd never calls.
-
-    The parameters are those that the units own: the modules of an unsharded unit, such as a root after an evaluation,
-    hold full parameters instead, which have the engine's hooks.
-    """
-    hooked = {
-        param: info.places[0]
-        for unit in units_of(states_below(model))
-        for each in unit.fsdp_params
-        for param, info in zip(each.owned, each.infos, strict=False)  # a flat one has many, and is registered itself
-        if has_grad_hooks(param)
-    }
-    if not hooked:
-        return ()
-    names = {param: name for name, param in model.named_parameters() if param in hooked}
-    paths = {module: path for path, module in model.named_modules()}
-    return tuple(
-        clean(names.get(param) or ".".join(filter(None, (paths[module], name))))
-        for param, (module, name) in hooked.items()
-    )
-
-
-def _owned(units: Iterable[FSDPParamGroup]) -> set[nn.Parameter]:
-    return {param for unit in units for each in unit.fsdp_params for param in each.owned}
-
-
-def _is_plain(buffer: torch.Tensor) -> bool:
-    """Return whether every rank holds all elements of a buffer."""
-    return not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.layout is not torch.strided)
-
-
-def _checksum(buffer: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes."""
-    return zlib.crc32(buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _output_dtype(states: Iterable[FSDPState]) -> str:
@@ -230,7 +169,10 @@ def sizes_of(model: nn.Module) -> list[ParamSize]:
             found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
     return [
         *found,
-        *(ParamSize(names=tuple(names), shape=p.shape, itemsize=p.itemsize) for p, names in _in_no_unit(model).items()),
+        *(
+            ParamSize(names=tuple(names), shape=p.shape, itemsize=p.itemsize)
+            for p, names in params_in_no_unit(model).items()
+        ),
     ]
 
 

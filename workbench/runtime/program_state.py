@@ -26,18 +26,15 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from workbench.engine import classic
 from workbench.engine.full_param import local_tensor
+from workbench.models.engines import is_wrapper
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # others, such as placeholders, have rules of their own
 _MANY = 10_000  # a container of more elements is restored, but they are not: it is data
-_WRAPPERS = (FullyShardedDataParallel, DistributedDataParallel, classic.FullyShardedDataParallel)
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _OF_LIBRARIES = (Sampler, DataLoader, Dataset, types.SimpleNamespace)  # restored, as is what has a state_dict
 _NO_COPIES: Mapping[int, object] = types.MappingProxyType({})
@@ -139,7 +136,7 @@ class ProgramState:
 
     def _visit_module(self, module: nn.Module, found: _Reached) -> None:
         """Save numbers and text among the attributes of a module of a sharded model; find what others hold."""
-        if isinstance(module, _WRAPPERS):
+        if is_wrapper(module):
             return
         own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
         self._kept.append(_Attributes(vars(module), {k: v for k, v in own.items() if isinstance(v, _ATOMS)}))

@@ -30,7 +30,9 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.fsdp_state import raised_in, roots
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase, Unit
-from workbench.models import Watch, log_metric, sees_all_collectives
+from workbench.models.c10d import sees_all_collectives
+from workbench.models.engines import Watch
+from workbench.models.own import log_metric
 from workbench.protocol.commands import Command, RankRequest, Reshard, Run, Shard, Step, Verify, VerifyReply, from_dict
 from workbench.protocol.rank_messages import (
     Drain,
@@ -214,7 +216,7 @@ class RankRuntime:
                     classes=tuple(sharding.class_names()),
                 )
             case ListModels():
-                answer = shard_planning.models(self.watch.units_of)
+                answer = shard_planning.models(self.watch.models_in)
             case Plan(command=command):
                 answer = self.plan(command)
             case GiveUp(reason=reason):

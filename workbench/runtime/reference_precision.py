@@ -7,7 +7,6 @@ inputs and outputs where a unit's policy says so. Gradients arrive in the parame
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.utils import parametrize
 
 from workbench.engine.tensor_trees import cast_floats
 from workbench.events import Unit
+from workbench.models.sharded_model import Casts
 
 UPDATE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.05}
 """Largest relative difference in norm of a parameter's update, by the coarsest dtype of compute or reduction.
@@ -29,25 +29,6 @@ def coarsest_dtype(infos: Sequence[Unit]) -> str:
     """Return the dtype with the fewest mantissa bits that a unit computes or reduces in; default ``"float32"``."""
     found = {dtype for info in infos for dtype in (info.compute_dtype, info.reduce_dtype)}
     return max(found, key=lambda dtype: torch.finfo(getattr(torch, dtype)).eps, default="float32")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Casts:
-    """What one call of ``fully_shard``, or one wrapper, casts.
-
-    Attributes:
-        modules: its modules.
-        input_dtype: dtype of the inputs of their forward; None: as given.
-        output_dtype: dtype of their outputs; None: as computed.
-        param_dtype: dtype in which parameters are used; None: their own.
-        params: the own dtype of each parameter, a module that has it, and its name there.
-    """
-
-    modules: tuple[nn.Module, ...]
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    param_dtype: torch.dtype | None
-    params: tuple[tuple[torch.dtype, nn.Module, str], ...]
 
 
 def compute_alike(casts: Iterable[Casts], paths: Mapping[nn.Module, str], reference: nn.Module) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine.full_param import local_tensor
+from workbench.models.sharded_model import Largest, ShardedModel, join, local_tensors
 from workbench.protocol.commands import Difference, Repetition, VerifyReply
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.step_observation import (
@@ -24,7 +25,6 @@ from workbench.runtime.step_observation import (
     relative,
 )
 from workbench.runtime.trainer import loss_of
-from workbench.runtime.verified_model import Largest, VerifiedModel, join, local_tensors
 
 _HAS_NONE = re.compile(r"(\S+) does not have a deterministic implementation")
 
@@ -40,7 +40,7 @@ class _Run:
         loss: the loss; None: the step function returns none.
     """
 
-    def __init__(self, sharded: VerifiedModel, program: ProgramState, expected: _Run | None) -> None:
+    def __init__(self, sharded: ShardedModel, program: ProgramState, expected: _Run | None) -> None:
         self._program, self._averaged = program, sharded.groups()
         self._modules = modules_of(sharded.model)
         self.calls: list[str] = []
@@ -75,7 +75,7 @@ class _Run:
         return before
 
 
-def _flat_grads(sharded: VerifiedModel, pieces: list[Any]) -> dict[str, torch.Tensor]:
+def _flat_grads(sharded: ShardedModel, pieces: list[Any]) -> dict[str, torch.Tensor]:
     """Return this rank's rows of gradients, flat, by name."""
     found, tensors = {}, {index: sharded.tensors(index) for index in {piece.unit.index for piece in pieces}}
     for piece in pieces:
@@ -91,11 +91,11 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 
 def repeated(
-    sharded: VerifiedModel,
+    sharded: ShardedModel,
     step: Callable[[], Any],
     program: ProgramState,
     largest: Largest,
-    restored: Callable[[VerifiedModel], AbstractContextManager[None]],
+    restored: Callable[[ShardedModel], AbstractContextManager[None]],
 ) -> VerifyReply:
     """Run the step twice and compare all bits; if they differ, twice more with deterministic operations; collective.
 

@@ -31,6 +31,7 @@ from workbench.engine.reshard import origins
 from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
+from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES, WORKBENCH, PrecisionNames
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
@@ -38,19 +39,19 @@ from workbench.runtime import sharding, torch_sharding
 from workbench.runtime.model_summary import class_name, sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
-Watched = Callable[[nn.Module], Sequence[Unit]]
-"""Returns the announced units of a model that torch runs."""
+ModelsIn = Callable[[nn.Module], Sequence[ShardedModel]]
+"""Returns a model as the engines that run parts of it see them."""
 
 
-def models(watched: Watched = lambda _: ()) -> tuple[ModelInfo, ...]:
+def models(models_in: ModelsIn) -> tuple[ModelInfo, ...]:
     """Return the models among the cells' variables, by name; none while a cell is building one."""
     try:
-        return tuple(_model(name, find_module(name), watched) for name in module_names())
+        return tuple(_model(name, find_module(name), models_in) for name in module_names())
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return ()
 
 
-def _model(name: str, model: nn.Module, watched: Watched) -> ModelInfo:
+def _model(name: str, model: nn.Module, models_in: ModelsIn) -> ModelInfo:
     sizes, offered = sizes_of(model), sharding.possible_units(model)
     counts = Counter(own for own, _ in offered)
     elements = {own: sum(n for other, n in offered if other == own) for own in counts}
@@ -65,7 +66,7 @@ def _model(name: str, model: nn.Module, watched: Watched) -> ModelInfo:
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
         policy=sharding.policy_of(model),
-        units=(*(unit.index for unit in units_of(states_below(model))), *(unit.index for unit in watched(model))),
+        units=tuple(unit.index for each in models_in(model) for unit in each.units),
     )
 
 

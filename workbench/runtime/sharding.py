@@ -28,7 +28,7 @@ from workbench.engine import (
 )
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic.unwrapping import unwrap
-from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_below
+from workbench.engine.classic.wrapper_state import wrapper_states_below
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.mesh import _get_post_forward_mesh_info, mesh_info
 from workbench.engine.model_check import check_same_lines
@@ -36,17 +36,16 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
-from workbench.models import is_sharded_by_torch
+from workbench.models.engines import is_sharded_by_torch
+from workbench.models.ours import api_of, check_one_api
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
     CLASSIC,
     DTYPES,
-    FULLY_SHARD,
     HYBRID,
     OFF,
     TORCH,
-    Api,
     PrecisionNames,
     as_mesh,
     check_not_classic,
@@ -137,7 +136,7 @@ def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Ch
     model = torch_sharding.shard(command, chosen, plan, rank.groups.device, optimizers)
     rebind(command.model, model)
     rank.watch.note([model])
-    units = rank.watch.units_of(model)
+    units = [unit for each in rank.watch.models_in(model) for unit in each.units]
     return ShardReply(
         model=command.model,
         units=tuple(unit_words(unit.name) for unit in units),
@@ -377,15 +376,6 @@ def _undo(name: str, model: nn.Module, optimizers: Sequence[torch.optim.Optimize
     return plain
 
 
-def api_of(model: nn.Module) -> Api:
-    """Return the API that a model is sharded with, as a value of ``--api``."""
-    return _api(roots_below(model)[0][1])
-
-
-def _api(root: FSDPState) -> Api:
-    return CLASSIC if isinstance(root, WrapperState) else FULLY_SHARD
-
-
 def _shard_anew(command: Reshard, rank: RankContext, model: nn.Module, inner: Sequence[nn.Module]) -> ShardReply:
     """Unshard a model and shard it again; restore the old policy if that is refused. Optimizers continue."""
     wanted, before = anew(command, model), anew(Reshard(model=command.model), model)
@@ -533,17 +523,6 @@ def _check_is_one(name: str, model: nn.Module) -> None:
         raise UsageError(
             f"{name!r} is not sharded as a whole: {', '.join(paths)} are sharded separately, each with its own "
             f"policy; reshard one of them: %fsdp reshard {name}.{paths[0]}"
-        )
-
-
-def check_one_api(name: str, model: nn.Module) -> None:
-    """Raise UsageError if parts of a model are sharded by different APIs."""
-    by_api = {_api(state): path for path, state in roots_below(model)}
-    if len(by_api) > 1:
-        raise UsageError(
-            f"{name!r} is sharded with fully_shard in {by_api[FULLY_SHARD]!r} and with the classic wrapper in "
-            f"{by_api[CLASSIC]!r}; this needs one API for the whole model: %fsdp reshard {name}.{by_api[CLASSIC]} "
-            "--api fully_shard"
         )
 
 

@@ -27,9 +27,9 @@ from workbench.engine.module_names import named_params
 from workbench.engine.tensor_trees import tensors_in
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
-from workbench.events import TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, unit_words
+from workbench.events import OWN_ENGINE, unit_words
+from workbench.models.sharded_model import HoldingsDiffer, Largest, ShardedModel, average_over, local_tensors
 from workbench.protocol.commands import CopyStep, Difference, StepCounter, StepDifferences, Verify, VerifyReply
-from workbench.runtime import sharding
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.copy_observation import CopyObserver, settings_of
 from workbench.runtime.lint import sharded_models
@@ -61,16 +61,6 @@ from workbench.runtime.step_observation import (
     tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
-from workbench.runtime.verified_model import (
-    HoldingsDiffer,
-    Largest,
-    OwnModel,
-    TorchModel,
-    VerifiedModel,
-    average_over,
-    local_tensors,
-)
-from workbench.runtime.verified_wrappers import ReplicatedModel, TorchWrapperModel
 
 RTOL, ATOL = 1e-3, 1e-5  # of outputs and gradients in full precision
 _SHARE = 5e-4  # of the size of a parameter's update: the largest difference in full precision
@@ -114,7 +104,7 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         program.close()
 
 
-def _alive_model(name: str, rank: RankContext) -> VerifiedModel:
+def _alive_model(name: str, rank: RankContext) -> ShardedModel:
     """Return the sharded model ``name``.
 
     Raises:
@@ -134,7 +124,7 @@ def _alive_model(name: str, rank: RankContext) -> VerifiedModel:
     return model
 
 
-def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramState, largest: Largest) -> VerifyReply:
+def _verified(sharded: ShardedModel, step: Callable[[], Any], program: ProgramState, largest: Largest) -> VerifyReply:
     optimizers = optimizers_of(sharded.model, program.optimizers)
     # a mask of attention holds -inf
     buffers = tuple(name for name, buffer in sharded.buffers() if bool(buffer.isnan().any()))
@@ -176,7 +166,7 @@ def _verified(sharded: VerifiedModel, step: Callable[[], Any], program: ProgramS
     )
 
 
-def _counters(sharded: VerifiedModel, program: ProgramState) -> tuple[Held, tuple[StepCounter, ...]]:
+def _counters(sharded: ShardedModel, program: ProgramState) -> tuple[Held, tuple[StepCounter, ...]]:
     """Return what the optimizers hold of a model, and the numbers of their steps."""
     owned = set().union(*(sharded.owned(unit.index) for unit in sharded.units))
     held = held_params(sharded.names, owned, optimizers_of(sharded.model, program.optimizers))
@@ -189,7 +179,7 @@ def _differ(steps: Sequence[int], largest: Largest) -> bool:
     return any([largest(end) != -largest(-end) for end in ends])  # noqa: C419 - all ranks take part in both
 
 
-def _not_compared(sharded: VerifiedModel, counters: tuple[StepCounter, ...]) -> VerifyReply:
+def _not_compared(sharded: ShardedModel, counters: tuple[StepCounter, ...]) -> VerifyReply:
     """Return the reply of a model of which no copy can be made, because its ranks' optimizers have other steps."""
     return VerifyReply(
         num_params=len(sharded.names),
@@ -205,7 +195,7 @@ def _not_compared(sharded: VerifiedModel, counters: tuple[StepCounter, ...]) -> 
     )
 
 
-def verified_model(name: str, rank: RankContext) -> VerifiedModel:
+def verified_model(name: str, rank: RankContext) -> ShardedModel:
     """Return the sharded model ``name``, by default the only one.
 
     Raises:
@@ -219,25 +209,18 @@ def verified_model(name: str, rank: RankContext) -> VerifiedModel:
     if not models and not name:
         raise UsageError("no model is sharded; shard one first: %fsdp shard MODEL")
     found = name or next(iter(models))
-    model = find_module(found)
+    model = models.get(found) or find_module(found)
     rank.watch.note([model])
-    engines = {unit.engine for unit in rank.watch.units_of(model)}
-    if not engines:
-        own = sharding.find_sharded(found)
-        sharding.check_one_api(found, own)
-        return OwnModel(own, rank.recorder.tensors)
-    if len(engines) > 1:
+    parts = rank.watch.models_in(model)
+    if not parts:
+        raise UsageError(f"{found!r} is not sharded; shard it first: %fsdp shard {found}")
+    if len(parts) > 1:
+        engines = sorted(each.engine or OWN_ENGINE for each in parts)
         raise UsageError(
-            f"parts of {found!r} are run by {' and '.join(sorted(engines))}; verify knows models that one of them runs"
+            f"parts of {found!r} are run by {' and '.join(engines)}; verify knows models that one of them runs"
         )
-    return _OF_TORCHS_ENGINES[engines.pop()](found, model, rank)
-
-
-_OF_TORCHS_ENGINES: Mapping[str, Callable[[str, nn.Module, RankContext], VerifiedModel]] = {
-    TORCH_FULLY_SHARD: TorchModel,
-    TORCH_CLASSIC: TorchWrapperModel,
-    TORCH_DDP: ReplicatedModel,
-}
+    parts[0].check_can_copy(found, rank.groups.largest)
+    return parts[0]
 
 
 class _Pair:
@@ -262,7 +245,7 @@ class _Pair:
 
     def __init__(
         self,
-        sharded: VerifiedModel,
+        sharded: ShardedModel,
         optimizers: list[torch.optim.Optimizer],
         step: Callable[[], Any],
         program: ProgramState,
@@ -272,7 +255,7 @@ class _Pair:
     ) -> None:
         self._sharded, self._optimizers, self._step, self._largest = sharded, optimizers, step, largest
         self._program = program
-        self._reference, self._replaced = _unsharded_copies(sharded, optimizers)
+        self._reference, self._replaced = _unsharded_copies(sharded, optimizers, largest)
         self.after = dict(named_params(self._reference))
         self._dtype = coarsest_dtype(sharded.units)
         eps, share = torch.finfo(getattr(torch, self._dtype)).eps, UPDATE_TOLERANCE.get(self._dtype, _SHARE)
@@ -399,7 +382,7 @@ class _Pair:
             shard = tensors[piece.name].shard
             if not self._values(piece, shard).numel():
                 continue
-            title, owned = self._sharded.part_of(piece)
+            title, owned = self._sharded.part_of(piece.unit, piece.name)
             is_out = not owned & held and self._is_still(piece, shard)
             candidates[title] = candidates.get(title, True) and is_out
         return () if all(candidates.values()) else tuple(title for title, is_out in candidates.items() if is_out)
@@ -623,11 +606,11 @@ def _norm(norms: Mapping[str, torch.Tensor]) -> float:
 
 
 def _unsharded_copies(
-    sharded: VerifiedModel, optimizers: list[torch.optim.Optimizer]
+    sharded: ShardedModel, optimizers: list[torch.optim.Optimizer], largest: Largest
 ) -> tuple[nn.Module, dict[int, Any]]:
     """Return a plain copy of a model, and the copies of the model and its optimizers by the id of the original."""
     memo: dict[int, Any] = {}
-    reference, copied = sharded.copy(memo, optimizers)
+    reference, copied = sharded.copy(memo, optimizers, largest)
     for optimizer in copied:
         _take_one_by_one(optimizer)
     copies = {id(optimizer): plain for optimizer, plain in zip(optimizers, copied, strict=True)}
@@ -655,7 +638,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _restored(sharded: VerifiedModel) -> Iterator[None]:
+def _restored(sharded: ShardedModel) -> Iterator[None]:
     """Restore parameters, gradients and buffers after the body."""
     tensors, params = local_tensors(sharded.model), sharded.params
     values = [t.clone() for t in tensors]

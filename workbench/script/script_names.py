@@ -19,7 +19,7 @@ _BASE: Mapping[str, tuple[str, str]] = {
     "fmean": ("statistics", "fmean"),
     "init_device_mesh": ("torch.distributed.device_mesh", "init_device_mesh"),
     "distribute_tensor": ("torch.distributed.tensor", "distribute_tensor"),
-    "log_metric": ("workbench.models", "log_metric"),
+    "log_metric": ("workbench.watch", "log_metric"),
     "display": ("IPython.display", "display"),
 }
 """What both engines need, by the name that it has in scripts: a module and an attribute, empty for the module."""

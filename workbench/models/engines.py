@@ -1,0 +1,147 @@
+"""What runs models, and what watches them: one class per engine, and events of those that are not the workbench's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from workbench.engine import probe
+from workbench.events import Unit
+from workbench.models import c10d
+from workbench.models._torch_private import observe_calls, stop_observing_groups
+from workbench.models.c10d import CollectiveWatch
+from workbench.models.ours import WorkbenchModel
+from workbench.models.own import reset_all
+from workbench.models.patches import Patches, complain
+from workbench.models.sharded_model import ShardedModel
+from workbench.models.source import WatchedModel
+from workbench.models.torch_ddp import ReplicatedModel
+from workbench.models.torch_fully_shard import FullyShardModel
+from workbench.models.torch_wrapper import WrapperModel
+
+WATCHED: tuple[type[WatchedModel[Any]], ...] = (FullyShardModel, WrapperModel, ReplicatedModel)
+"""The engines whose models are watched; an engine more is a line here."""
+
+ENGINES: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
+"""All engines, the workbench's first."""
+
+
+def engine_of(unit: Unit) -> type[ShardedModel]:
+    """Return the engine of a unit; an unknown one, such as one of your own, is only a :class:`ShardedModel`."""
+    return next((engine for engine in ENGINES if engine.engine == unit.engine), ShardedModel)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether an engine runs a part of a model."""
+    return any(engine.runs(model) for engine in ENGINES)
+
+
+def is_sharded_by_torch(model: nn.Module) -> bool:
+    """Return whether a part of a model is sharded by torch's ``fully_shard`` or in its ``FullyShardedDataParallel``."""
+    return any(engine.runs(model) for engine in WATCHED if engine.splits)
+
+
+def fully_shard_of(module: nn.Module) -> type[ShardedModel] | None:
+    """Return the engine whose ``fully_shard`` was called on a module; None: no engine's."""
+    classes = ((engine, engine.module_class) for engine in ENGINES)
+    return next((engine for engine, made in classes if made is not None and isinstance(module, made)), None)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is an engine's, around one of the program's."""
+    return isinstance(module, tuple(engine.wrapper_class for engine in ENGINES if engine.wrapper_class is not None))
+
+
+class Watch:
+    """Announces to the active probe what c10d and torch's own FSDP do, from :meth:`begin` to :meth:`end`.
+
+    What cannot be watched with this version of torch, or fails later, is left out.
+
+    Args:
+        say: receives a sentence about it.
+    """
+
+    def __init__(self, say: Callable[[str], object] = complain) -> None:
+        self._collectives = CollectiveWatch()
+        self._units = tuple(engine.source_class(self._collectives) for engine in WATCHED)
+        self._say = say
+        self._new_patches()
+
+    def _new_patches(self) -> None:
+        """Make the patches of one time: hooks of an earlier one stay where they are, and do nothing any more."""
+        self._calls = Patches("collectives are", self._say, self._abandon_calls)
+        self._patches = [Patches(units.what, self._say, units.abandon) for units in self._units]
+
+    def begin(self) -> Watch:
+        """Begin to watch; what an earlier time told the probe still holds."""
+        self._new_patches()
+        if probe.active is not None:
+            for units in self._units:
+                probe.active.source(units)
+        c10d.active = self._collectives
+        self._calls.install(lambda patches: observe_calls(self._collectives, patches))
+        for units, patches in zip(self._units, self._patches, strict=True):
+            patches.install(units.install)
+        return self
+
+    def _abandon_calls(self) -> None:
+        self._collectives.abandon()
+        for units in self._units:
+            units.announce_again()
+
+    def note(self, models: Iterable[nn.Module]) -> None:
+        """Announce the units of models, none of which is part of another; the others are found as they train."""
+        models = tuple(models)
+        for units in self._units:
+            units.note(models)
+
+    def models_in(self, model: nn.Module) -> tuple[ShardedModel, ...]:
+        """Return a model as each engine that runs parts of it sees them; units that were not announced are left out."""
+        own: tuple[ShardedModel, ...] = (WorkbenchModel(model),) if WorkbenchModel.runs(model) else ()
+        pairs = zip(WATCHED, self._units, strict=True)
+        return (*own, *(engine(model, units) for engine, units in pairs if engine.runs(model)))
+
+    def unreduced(self) -> tuple[int, ...]:
+        """Return the indices of the units whose newest gradients are this rank's own, as under ``no_sync``."""
+        return tuple(index for units in self._units for index in units.unreduced())
+
+    def backwards(self) -> Mapping[int, int]:
+        """Return how often gradients were averaged, by unit, of models that have some, where the engine counts it."""
+        return {unit: count for units in self._units for unit, count in units.backwards().items()}
+
+    def settle(self) -> None:
+        """Announce what has ended meanwhile; callable from any thread."""
+        self._collectives.settle()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not announce the collectives of the body, which are the workbench's own, as the program's."""
+        before, self._collectives.is_paused = self._collectives.is_paused, True
+        try:
+            yield
+        finally:
+            self._collectives.is_paused = before
+
+    def renew(self, replaced: Iterable[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> None:
+        """Let all models use new process groups; what was under way is over.
+
+        Args:
+            replaced: each old group with its replacement.
+        """
+        new_of = {id(old): new for old, new in replaced}
+        self._collectives.num_renewals += 1
+        for units in self._units:
+            units.renew(new_of)
+        reset_all()
+
+    def end(self) -> None:
+        """Stop watching."""
+        c10d.active = None
+        for patches in (self._calls, *self._patches):
+            patches.undo()
+        self._collectives.settle(is_last=True)
+        stop_observing_groups()
