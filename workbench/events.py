@@ -456,6 +456,41 @@ TORCH_DDP = "torch.DistributedDataParallel"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What an engine does that a unit's description does not say.
+
+    Attributes:
+        name: of its source of events.
+        splits: whether it shards parameters; else every rank has them whole.
+        is_flat: whether it makes one flat parameter of all those of a unit.
+        pads_for_copy: whether an all-gather over fewer ranks, as after forward, keeps the padding for all of a copy.
+        can_reshard: whether ``%fsdp reshard`` can give a unit another policy.
+        keeps_waiting_grads: whether gradients that wait for a reduction survive ``zero_grad``, if not flat.
+        package: the package with its ``fully_shard`` and ``register_fsdp_forward_method``, if it has them.
+    """
+
+    name: str
+    splits: bool = True
+    is_flat: bool = False
+    pads_for_copy: bool = False
+    can_reshard: bool = False
+    keeps_waiting_grads: bool = False
+    package: str = ""
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(name=OWN_ENGINE, can_reshard=True, keeps_waiting_grads=True, package="workbench.engine"),
+        Engine(name=TORCH_FULLY_SHARD, pads_for_copy=True, keeps_waiting_grads=True, package="torch.distributed.fsdp"),
+        Engine(name=TORCH_CLASSIC, is_flat=True),
+        Engine(name=TORCH_DDP, splits=False),
+    )
+}
+"""The engines that are known, by name; what is not true of others, such as one of your own, is the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """One ``fully_shard`` call: one communication group of parameters.
 
@@ -501,6 +536,12 @@ class Unit:
     num_reductions: int = 1
     retired: bool = False
     gone: bool = False
+
+    @property
+    def runner(self) -> Engine:
+        """The engine that runs it."""
+        name = self.engine or OWN_ENGINE
+        return ENGINES.get(name) or Engine(name=name)
 
     def gathered_itemsize(self, param: Param) -> int:
         """Return the bytes per element that an all-gather moves of one of its parameters."""

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from workbench.course.finding import unit_list
-from workbench.events import TORCH_DDP, Edge, Kind, UnitState
+from workbench.events import Edge, Kind, UnitState
 from workbench.replay import collectives
 from workbench.replay.peak_savings import Knob
 from workbench.replay.states import start as states_before
@@ -84,7 +84,7 @@ def _passes(part: RankTrace) -> int:
 def full_before(header: Header, part: RankTrace) -> list[int]:
     """Return the units that are unsharded when a rank's step begins, without units that need no gathering."""
     found = states_before(part.start).units_in(UnitState.UNSHARDED)
-    return [unit for unit in found if unit < len(header.units) and header.units[unit].engine != TORCH_DDP]
+    return [unit for unit in found if unit < len(header.units) and header.units[unit].runner.splits]
 
 
 def kept_units(header: Header, part: RankTrace) -> list[int]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workbench.engine import probe
-from workbench.events import Unit
+from workbench.events import Engine
 from workbench.models import c10d
 from workbench.models._torch_private import observe_calls, stop_observing_groups
 from workbench.models.c10d import CollectiveWatch
@@ -24,36 +24,31 @@ from workbench.models.torch_fully_shard import FullyShardModel
 from workbench.models.torch_wrapper import WrapperModel
 
 WATCHED: tuple[type[WatchedModel[Any]], ...] = (FullyShardModel, WrapperModel, ReplicatedModel)
-"""The engines whose models are watched; an engine more is a line here."""
+"""The models of engines that are watched; an engine more is a line here."""
 
-ENGINES: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
-"""All engines, the workbench's first."""
-
-
-def engine_of(unit: Unit) -> type[ShardedModel]:
-    """Return the engine of a unit; an unknown one, such as one of your own, is only a :class:`ShardedModel`."""
-    return next((engine for engine in ENGINES if engine.engine == unit.engine), ShardedModel)
+MODELS: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
+"""The models of all engines, the workbench's first."""
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether an engine runs a part of a model."""
-    return any(engine.runs(model) for engine in ENGINES)
+    return any(each.runs(model) for each in MODELS)
 
 
 def is_sharded_by_torch(model: nn.Module) -> bool:
     """Return whether a part of a model is sharded by torch's ``fully_shard`` or in its ``FullyShardedDataParallel``."""
-    return any(engine.runs(model) for engine in WATCHED if engine.splits)
+    return any(each.runs(model) for each in WATCHED if each.engine.splits)
 
 
-def fully_shard_of(module: nn.Module) -> type[ShardedModel] | None:
+def fully_shard_of(module: nn.Module) -> Engine | None:
     """Return the engine whose ``fully_shard`` was called on a module; None: no engine's."""
-    classes = ((engine, engine.module_class) for engine in ENGINES)
+    classes = ((each.engine, each.module_class) for each in MODELS)
     return next((engine for engine, made in classes if made is not None and isinstance(module, made)), None)
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether a module is an engine's, around one of the program's."""
-    return isinstance(module, tuple(engine.wrapper_class for engine in ENGINES if engine.wrapper_class is not None))
+    return isinstance(module, tuple(each.wrapper_class for each in MODELS if each.wrapper_class is not None))
 
 
 class Watch:

@@ -22,7 +22,7 @@ from workbench.engine.module_names import clean, full_name, named_params, names_
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
-from workbench.events import ParamTensors
+from workbench.events import ENGINES, OWN_ENGINE, ParamTensors
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -40,12 +40,9 @@ from workbench.protocol.policy import CLASSIC, FULLY_SHARD, Api
 class WorkbenchModel(ShardedModel):
     """A model that the workbench's engine runs."""
 
-    engine = ""
+    engine = ENGINES[OWN_ENGINE]
     module_class = FSDPModule
     wrapper_class = FullyShardedDataParallel
-    keeps_waiting_grads = True
-    can_reshard = True
-    package = "workbench.engine"
 
     def __init__(self, model: nn.Module) -> None:
         self._states = states_below(model)

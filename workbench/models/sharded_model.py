@@ -26,7 +26,7 @@ from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
-from workbench.events import ParamTensors, Unit, unit_words
+from workbench.events import Engine, ParamTensors, Unit, unit_words
 from workbench.protocol.commands import ReplicaSum, UnmanagedState
 
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -80,23 +80,15 @@ class ShardedModel(ABC):
         units: its units, in the order of its modules.
 
     Attributes:
-        engine: name of the engine in a trace.
+        engine: what runs it.
         module_class: what ``fully_shard`` makes of the modules that it is called on, and only these gather in forward;
             None: it makes nothing of them.
         wrapper_class: of the modules that wrap others; None: there are none.
-        keeps_waiting_grads: whether gradients that wait for a reduction survive ``zero_grad``.
-        can_reshard: whether ``%fsdp reshard`` can give it another policy.
-        splits: whether it shards parameters; else every rank has them whole.
-        package: the package that has its ``fully_shard`` and ``register_fsdp_forward_method``, if it has them.
     """
 
-    engine: ClassVar[str]
+    engine: ClassVar[Engine]
     module_class: ClassVar[type | None] = None
     wrapper_class: ClassVar[type[nn.Module] | None] = None
-    keeps_waiting_grads: ClassVar[bool] = False
-    can_reshard: ClassVar[bool] = False
-    splits: ClassVar[bool] = True
-    package: ClassVar[str] = ""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self.model = model

@@ -23,7 +23,19 @@ from workbench.engine.module_names import clean, named_params, names_below
 from workbench.engine.probe import BufferHandle
 from workbench.engine.unsharding import copied
 from workbench.errors import UsageError
-from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind, Param, ParamTensors, Phase, Unit, unit_words
+from workbench.events import (
+    C10D,
+    ENGINES,
+    TORCH_DDP,
+    Category,
+    Edge,
+    Kind,
+    Param,
+    ParamTensors,
+    Phase,
+    Unit,
+    unit_words,
+)
 from workbench.models import _torch_private as _torch
 from workbench.models.c10d import count, holds
 from workbench.models.patches import Patches
@@ -240,9 +252,8 @@ def _described(path: str, name: str, param: torch.Tensor) -> Param:
 class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     """A model in, or with parts in, torch's ``DistributedDataParallel``."""
 
-    engine = TORCH_DDP
+    engine = ENGINES[TORCH_DDP]
     wrapper_class = DistributedDataParallel
-    splits = False
     source_class = DataParallelUnits
 
     @classmethod

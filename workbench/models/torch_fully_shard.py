@@ -23,7 +23,7 @@ from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.engine.unsharding import copied, full_tensor, state_like
 from workbench.errors import UsageError
-from workbench.events import C10D, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
+from workbench.events import C10D, ENGINES, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
 from workbench.models.c10d import count, holds
@@ -312,10 +312,8 @@ def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int, wide
 class FullyShardModel(WatchedModel[ParamGroup]):
     """A model that torch's ``fully_shard`` shards."""
 
-    engine = TORCH_FULLY_SHARD
+    engine = ENGINES[TORCH_FULLY_SHARD]
     module_class = FSDPModule
-    keeps_waiting_grads = True
-    package = "torch.distributed.fsdp"
     source_class = FullyShardUnits
 
     @classmethod

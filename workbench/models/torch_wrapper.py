@@ -20,7 +20,19 @@ from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.engine.unsharding import copied
 from workbench.errors import UsageError
-from workbench.events import C10D, TORCH_CLASSIC, Category, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit
+from workbench.events import (
+    C10D,
+    ENGINES,
+    TORCH_CLASSIC,
+    Category,
+    Edge,
+    FlatPart,
+    Kind,
+    Param,
+    ParamTensors,
+    Phase,
+    Unit,
+)
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import Handle, Tensors
 from workbench.models.c10d import count, holds
@@ -335,7 +347,7 @@ _Plains = Mapping[int, Sequence[nn.Parameter]]
 class WrapperModel(WatchedModel[Handle]):
     """A model in torch's ``FullyShardedDataParallel``."""
 
-    engine = TORCH_CLASSIC
+    engine = ENGINES[TORCH_CLASSIC]
     wrapper_class = FullyShardedDataParallel
     source_class = FlatParamUnits
 

@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, TORCH_FULLY_SHARD, UNWATCHED, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, UNWATCHED, Edge, Kind, Param, Unit
 from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
@@ -362,8 +362,7 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
 
     gathers = _gathers(unit, passes, is_full=is_full)
     for num_ranks, calls in gathers.items():
-        # after forward, torch keeps the padding for all ranks of a copy
-        padded_for = size if unit.engine == TORCH_FULLY_SHARD else num_ranks
+        padded_for = size if unit.runner.pads_for_copy else num_ranks
         sizes = ((_padded_elements(param, padded_for), unit.gathered_itemsize(param)) for param in unit.params)
         payload = unit.gather_nbytes or sum(elements * itemsize for elements, itemsize in sizes)
         yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)

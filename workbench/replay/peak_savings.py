@@ -26,7 +26,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import MOVES, TORCH_DDP, Category, Edge, Kind, Unit
+from workbench.events import MOVES, Category, Edge, Kind, Unit
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
 from workbench.replay.spans import Ints, of_kind
@@ -95,7 +95,7 @@ def savings(
         at_peak: history of each unit that was unsharded or being gathered at the peak.
         on_device: whether the rank computes on a device with memory of its own.
     """
-    units = {unit.index: unit for unit in header.units if unit.in_use and unit.engine != TORCH_DDP}
+    units = {unit.index: unit for unit in header.units if unit.in_use and unit.runner.splits}
     if not units:
         return ()
     known = [

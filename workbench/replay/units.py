@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from workbench.events import OWN_ENGINE, TORCH_DDP, UNWATCHED, Unit, unit_words
+from workbench.events import OWN_ENGINE, UNWATCHED, Unit, unit_words
 from workbench.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.trace.schema import Header
 
@@ -43,7 +43,7 @@ def unseen_words(header: Header) -> str:
         return (
             "collectives of c10d are not all in it, as watching them failed: nothing is expected of units that use them"
         )
-    replicas = [unit for unit in header.units if unit.in_use and unit.engine == TORCH_DDP and unit.replicate_size > 1]
+    replicas = [unit for unit in header.units if unit.in_use and not unit.runner.splits and unit.replicate_size > 1]
     if all(unit.comm for unit in replicas):
         return "waits of DistributedDataParallel for its all-reduces, in C++, are not measured" if replicas else ""
     return (

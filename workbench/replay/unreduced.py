@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.events import MOVES, TORCH_DDP, Category, Edge, Kind
+from workbench.events import MOVES, Category, Edge, Kind
 from workbench.trace.columns import RankTrace, Trace
 
 _REDUCTIONS = (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
@@ -17,7 +17,7 @@ def unreduced_units(trace: Trace, step: int) -> dict[int, tuple[int, ...]]:
     units of other optimizers have none, and in an accumulation without reduction no optimizer steps. A model in
     DistributedDataParallel is not judged: it has only gradients of its own, and its reductions may be invisible.
     """
-    unknown = {unit.index for unit in trace.header.units if unit.engine == TORCH_DDP}
+    unknown = {unit.index for unit in trace.header.units if not unit.runner.splits}
     found: dict[int, list[int]] = {}
     for part in trace.ranks:
         for unit in _of_rank(part, step) - unknown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_FULLY_SHARD, Category, Unit
+from workbench.events import Category, Unit
 from workbench.fault import Fault, listed
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
@@ -146,12 +146,12 @@ def unit_path(unit: Unit, models: Sequence[ModelInfo]) -> str:
 
 def is_flat(unit: Unit) -> bool:
     """Return whether a unit is one of the classic API, with a flat parameter."""
-    return any(param.parts for param in unit.params) or unit.engine == TORCH_CLASSIC
+    return any(param.parts for param in unit.params) or unit.runner.is_flat
 
 
 def is_ours(unit: Unit) -> bool:
-    """Return whether the workbench's engine runs a unit, so that ``%fsdp reshard`` changes it."""
-    return unit.engine in {"", OWN_ENGINE} and len(unit.params) > 0  # files of other tools have no parameters
+    """Return whether ``%fsdp reshard`` changes a unit."""
+    return unit.runner.can_reshard and len(unit.params) > 0  # files of other tools have no parameters
 
 
 def _in_words(header: Header, saving: Saving, models: Sequence[ModelInfo]) -> PeakSaving:
@@ -185,7 +185,7 @@ def _line(header: Header, saving: Saving, unit: Unit, models: Sequence[ModelInfo
         return f"%fsdp reshard {name} --reshard-after-forward {policy}" if ours else _TORCH[saving.knob].format(name)
     if ours:
         return f"%fsdp reshard {name} {_OPTIONS[saving.knob]}"
-    return _TORCH[saving.knob].format(name) if unit.engine == TORCH_FULLY_SHARD else ""
+    return _TORCH[saving.knob].format(name) if unit.runner.package else ""
 
 
 _OPTIONS = {Knob.PRECISION: "--mp bf16", Knob.FEWER_AHEAD: "--prefetch 1", Knob.OFFLOAD: "--offload"}

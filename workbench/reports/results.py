@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from workbench.events import TORCH_DDP, Unit, unit_words
+from workbench.events import Unit, unit_words
 from workbench.fault import Fault, facts_of, listed
 from workbench.protocol.commands import (
     Command,
@@ -139,7 +139,7 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Mo
 
 def _replicated_words(header: Header, units: Sequence[Unit]) -> tuple[str, ...]:
     """Return how DistributedDataParallel stores a model; empty if it is not in that wrapper."""
-    if {unit.engine for unit in units} != {TORCH_DDP}:
+    if any(unit.runner.splits for unit in units):
         return ()
     num_bytes = sum(totals(unit_shards(unit)).bytes_at_rest for unit in units)
     buckets = [unit.num_reductions for unit in units if unit.num_reductions]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.events import TORCH_DDP, Edge, Kind, unit_words
+from workbench.events import Edge, Kind, unit_words
 from workbench.fault import Fault
 from workbench.replay.divergence import Divergence, Parting, UnsharedCall, first_divergence, first_unshared, is_usual
 from workbench.replay.endings import Ending
@@ -85,7 +85,7 @@ def pending_words(pending: PendingCollective, units: Mapping[int, str]) -> str:
 def _waits_unseen(header: Header, position: RunPosition) -> bool:
     """Return whether a rank may be in a collective of C++ that its torch does not announce, such as of DDP."""
     info = header.info_of.get(position.rank)
-    of_ddp = 0 <= position.unit < len(header.units) and header.units[position.unit].engine == TORCH_DDP
+    of_ddp = 0 <= position.unit < len(header.units) and not header.units[position.unit].runner.splits
     sees = info is None or info.sees_cpp
     in_backward = of_ddp and (position.kind, position.edge) == (Kind.BACKWARD, Edge.BEGIN)
     in_torch = any(part in frame for frame in position.frames[-1:] for part in _MAY_WAIT)

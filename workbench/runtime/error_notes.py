@@ -24,7 +24,6 @@ from workbench.engine._torch import local_of, storage_of
 from workbench.engine.module_names import clean
 from workbench.errors import shortened
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
-from workbench.models.engines import engine_of
 from workbench.protocol.policy import DTYPES
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import CAPACITY, Recorder
@@ -299,7 +298,7 @@ def _dtypes_meet(scene: _Scene, read: _Read, known: _Known, other: _Read) -> _Fi
         name = _SHORT.get(wanted, wanted)
         in_code = f"MixedPrecisionPolicy(..., output_dtype=torch.{wanted})"
         units = _units_in_code(scene, source)
-        if engine_of(source).can_reshard and units:
+        if source.runner.can_reshard and units:
             fix = f"%fsdp reshard {units} --mp output={name}, or in code mp_policy={in_code} for unit {source.name!r}"
         else:
             fix = f"mp_policy={in_code} for unit {unit_words(source.name)!r}, or {fix}"

@@ -173,7 +173,7 @@ def _is_not_first(scene: FaultScene) -> None:
 
 
 def _can_convert(scene: FaultScene) -> None:
-    if not scene.unit.engine.can_reshard:
+    if not scene.unit.info.runner.can_reshard:
         raise scene.fails("torch's FSDP cannot change the dtype of a model that it has run; use --engine workbench")
     if any(param.dtype != torch.float32 for param in scene.target.model.parameters()):
         raise scene.fails(f"{scene.target.name} has parameters that are not float32")
@@ -233,7 +233,7 @@ def skip_collective(scene: FaultScene) -> Iterator[None]:
 @injects(_has_other_ranks, _is_not_classic, _is_not_first)
 def wrong_order(scene: FaultScene) -> Iterator[None]:
     """Gather a unit too early, on one rank."""
-    (model,) = (each for each in scene.target.models if type(each) is scene.unit.engine)
+    (model,) = (each for each in scene.target.models if each.engine is scene.unit.info.runner)
     with model.gathered_early(scene.module) if scene.is_here else nullcontext():
         yield
 

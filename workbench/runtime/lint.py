@@ -13,7 +13,7 @@ from workbench.engine.fsdp_state import unreduced_units
 from workbench.errors import UsageError
 from workbench.events import Unit
 from workbench.fault import Fault
-from workbench.models.engines import Watch, engine_of, is_sharded
+from workbench.models.engines import Watch, is_sharded
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply, RankComparison
@@ -123,7 +123,7 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
 
 def _keeps_waiting_grads(unit: Unit) -> bool:
     """Return whether gradients of a unit that wait for a reduction survive ``zero_grad``; no flat ones do."""
-    return engine_of(unit).keeps_waiting_grads and not any(param.parts for param in unit.params)
+    return unit.runner.keeps_waiting_grads and not any(param.parts for param in unit.params)
 
 
 def _units_of(models: Sequence[ShardedModel]) -> Iterator[LintUnit]:

@@ -29,11 +29,10 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 
 from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
-from workbench.events import Param, ParamTensors, unit_words
+from workbench.events import Engine, Param, ParamTensors, unit_words
 from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.models._torch_private import checkpoint_wrappers_below
 from workbench.models.engines import fully_shard_of
-from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
@@ -774,7 +773,7 @@ def method_without_hooks(target: LintTarget) -> Iterator[Finding]:
                 )
 
 
-def _sharded_modules(target: LintTarget) -> Iterator[tuple[nn.Module, str, type[ShardedModel]]]:
+def _sharded_modules(target: LintTarget) -> Iterator[tuple[nn.Module, str, Engine]]:
     """Yield the modules on which ``fully_shard`` was called, with their names and what runs them."""
     for module, name in target.modules.items():
         engine = fully_shard_of(module)
@@ -946,7 +945,7 @@ def unsplit_unit(target: LintTarget) -> Iterator[Finding]:
 
 
 def _wrap_fix(target: LintTarget, unit: LintUnit, kind: str) -> str:
-    if unit.engine.can_reshard:
+    if unit.info.runner.can_reshard:
         return f"%fsdp reshard {target.name} --wrap {kind}"
     return f"build the model again, then: %fsdp shard {target.name} --wrap {kind}"
 
@@ -1004,7 +1003,7 @@ def nothing_sharded(target: LintTarget) -> Iterator[Finding]:
             verdict=f"the mesh of {target.name} has {copies} copies of one shard each, so nothing is sharded",
             evidence=(f"each rank holds {_size(sum(unit.full_nbytes for unit in units))} of {_names(units)}",),
             fix=f"mesh = {mesh}, or %fsdp reshard {target.name} --mesh {copies}"
-            if units[0].engine.can_reshard
+            if units[0].info.runner.can_reshard
             else f"mesh = {mesh}",
         )
 

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from workbench.engine.module_names import clean, named_params
 from workbench.events import Param, ParamTensors, Unit
 from workbench.fault import Fault
-from workbench.models.engines import engine_of
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import LostTie
@@ -67,12 +66,7 @@ class LintUnit:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP runs it: a DistributedDataParallel model is a unit that is whole on every rank."""
-        return self.engine.splits
-
-    @property
-    def engine(self) -> type[ShardedModel]:
-        """What runs it."""
-        return engine_of(self.info)
+        return self.info.runner.splits
 
     @property
     def full_nbytes(self) -> int:

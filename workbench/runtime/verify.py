@@ -27,7 +27,7 @@ from workbench.engine.module_names import named_params
 from workbench.engine.tensor_trees import tensors_in
 from workbench.engine.unsharding import full_tensor
 from workbench.errors import UsageError
-from workbench.events import OWN_ENGINE, unit_words
+from workbench.events import unit_words
 from workbench.models.sharded_model import HoldingsDiffer, Largest, ShardedModel, average_over, local_tensors
 from workbench.protocol.commands import CopyStep, Difference, StepCounter, StepDifferences, Verify, VerifyReply
 from workbench.runtime.command_handlers import RankContext
@@ -215,7 +215,7 @@ def verified_model(name: str, rank: RankContext) -> ShardedModel:
     if not parts:
         raise UsageError(f"{found!r} is not sharded; shard it first: %fsdp shard {found}")
     if len(parts) > 1:
-        engines = sorted(each.engine or OWN_ENGINE for each in parts)
+        engines = sorted(each.engine.name for each in parts)
         raise UsageError(
             f"parts of {found!r} are run by {' and '.join(engines)}; verify knows models that one of them runs"
         )
