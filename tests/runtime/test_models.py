@@ -3,12 +3,11 @@
 import pytest
 from torch import nn
 
-from tests.helpers.booted_ranks import execute, prepare, run
+from tests.helpers.booted_ranks import execute, models_here, prepare, run
 from tests.runtime.test_verify import joined, recorded
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard
 from workbench.replay import training
 from workbench.runtime import rank as rank_module
-from workbench.runtime import shard_planning
 from workbench.trace.invariants import check
 from workbench.views import draw
 
@@ -47,13 +46,13 @@ def test_a_model_that_a_cell_deletes_is_gone_after_it():
 
 def sizes_within_a_step(api):
     model = prepare()["model"]
-    sizes = [shard_planning.models()[0].num_bytes]
+    sizes = [models_here()[0].num_bytes]
     execute(Shard(model="model", wrap=("Block",), api=api))
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda *_: sizes.append(shard_planning.models()[0].num_bytes))
+            module.register_forward_hook(lambda *_: sizes.append(models_here()[0].num_bytes))
     execute(Step(count=1))
-    return [*sizes, shard_planning.models()[0].num_bytes]
+    return [*sizes, models_here()[0].num_bytes]
 
 
 @pytest.mark.parametrize("api", ["fully_shard", "classic"])

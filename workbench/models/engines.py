@@ -30,6 +30,11 @@ MODELS: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
 """The models of all engines, the workbench's first."""
 
 
+def torchs(api: str) -> type[WatchedModel[Any]]:
+    """Return what ``shard --engine torch`` makes with an API."""
+    return next(each for each in WATCHED if each.api == api)
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Return whether an engine runs a part of a model."""
     return any(each.runs(model) for each in MODELS)

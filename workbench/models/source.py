@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -17,7 +18,9 @@ from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.models.c10d import CollectiveWatch
 from workbench.models.patches import Patches
-from workbench.models.sharded_model import ShardedModel, UnitLayout
+from workbench.models.plain_model import PlainModel
+from workbench.models.sharded_model import Optimizers, ShardedModel, UnitLayout
+from workbench.protocol.commands import Shard
 
 Original = Callable[..., Any]
 Group = TypeVar("Group")
@@ -259,12 +262,29 @@ class WatchedModel(ShardedModel, Generic[Group]):
     """A model that torch shards: its units are those that a source has announced."""
 
     source_class: ClassVar[type[TorchUnits[Any]]]
+    api: ClassVar[str] = ""
+    """The API of the command that shards with it; empty: none does."""
 
     def __init__(self, model: nn.Module, source: TorchUnits[Any]) -> None:
         found = source.groups_in(model)
         super().__init__(model, [unit for unit, _ in found])
         self._source = source
         self._groups = {unit.index: group for unit, group in found}
+
+    @classmethod
+    def shard(
+        cls, command: Shard, plain: PlainModel, plan: Sequence[Unit], device: torch.device, optimizers: Optimizers
+    ) -> nn.Module:
+        """Return a plain model, sharded; optimizers continue with it.
+
+        Args:
+            command: how.
+            plain: what; half changed if this raises.
+            plan: the units that the command makes.
+            device: of this rank.
+            optimizers: those of the model's parameters.
+        """
+        raise NotImplementedError(f"no command shards with {cls.engine.name}: {command.model}")
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return this rank's tensors of a unit's parameters, by name."""

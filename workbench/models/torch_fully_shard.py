@@ -13,21 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
 from workbench.engine.agreement import holdings
+from workbench.engine.backends import backend_of
+from workbench.engine.dtensor_param import DTensorParam
 from workbench.engine.module_names import named_params
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
-from workbench.engine.unsharding import copied, full_tensor, state_like
+from workbench.engine.unsharding import copied, full_tensor, remap_optimizer, state_like
 from workbench.errors import UsageError
 from workbench.events import C10D, ENGINES, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
 from workbench.models.c10d import count, holds
 from workbench.models.patches import Patches
+from workbench.models.plain_model import PlainModel, dtype_of
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -39,6 +42,8 @@ from workbench.models.sharded_model import (
     take_setters,
 )
 from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit
+from workbench.protocol.commands import Shard
+from workbench.protocol.policy import FULLY_SHARD, PrecisionNames
 
 
 class FullyShardUnits(TorchUnits[ParamGroup]):
@@ -309,10 +314,14 @@ def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int, wide
     )
 
 
+_RESHARD: dict[str | int, bool | None] = {"auto": None, "true": True, "false": False}
+
+
 class FullyShardModel(WatchedModel[ParamGroup]):
     """A model that torch's ``fully_shard`` shards."""
 
     engine = ENGINES[TORCH_FULLY_SHARD]
+    api = FULLY_SHARD
     module_class = FSDPModule
     source_class = FullyShardUnits
 
@@ -427,3 +436,61 @@ class FullyShardModel(WatchedModel[ParamGroup]):
                 f"fully_shard shards {name!r} over a mesh that has the dimensions of tensor parallelism too, which "
                 "verify does not know: pass fully_shard the data-parallel part of the mesh, such as mesh['dp']"
             )
+
+    @classmethod
+    def shard(
+        cls, command: Shard, plain: PlainModel, plan: Sequence[Unit], device: torch.device, optimizers: Optimizers
+    ) -> nn.Module:
+        """Apply ``fully_shard`` to the units of a plain model, innermost first, and return the same module.
+
+        Raises:
+            UsageError: this torch has no dtypes of single parameters.
+            TypeError, ValueError, ...: torch refuses.
+        """
+        if plain.kept is not None and not DTensorParam.reduces_in_grad_dtype:
+            raise UsageError(
+                f"--mp {command.mp}: fully_shard of torch {torch.__version__} has no dtypes of single parameters, that "
+                "of 2.15 has: leave out keep=, or --engine torch"
+            )
+        model = plain.model
+        before = dict(model.named_parameters())
+        dtypes = PrecisionNames.parse(command.mp)
+        param, reduce, output = map(dtype_of, (dtypes.param, dtypes.reduce, dtypes.output))
+        kept: Any = {} if plain.kept is None else {"param_dtype_override_fn": plain.kept}
+        after_forward = command.reshard_after_forward
+        for module in (*plain.inner, model):
+            fully_shard(
+                module,
+                mesh=plain.mesh,
+                reshard_after_forward=_RESHARD.get(after_forward, after_forward),  # type: ignore[arg-type]
+                mp_policy=MixedPrecisionPolicy(param, reduce, output if module is model else None, **kept),
+                # pages are pinned for an accelerator
+                offload_policy=CPUOffloadPolicy(pin_memory=not backend_of(device).is_host)
+                if command.offload
+                else OffloadPolicy(),
+                ignored_params=set(plain.ignored),
+            )
+        mapping = {before[name]: param for name, param in model.named_parameters()}
+        for optimizer in optimizers:
+            remap_optimizer(optimizer, mapping)
+        if command.prefetch:
+            _set_prefetch(model, command.prefetch)
+        return model
+
+
+def _set_prefetch(model: nn.Module, ahead: int) -> None:
+    """Let each unit gather those that follow it in forward and in backward, ``ahead`` of them."""
+    forward, backward = list(_in_order(model, backward=False)), list(_in_order(model, backward=True))
+    for place, unit in enumerate(forward, start=1):
+        unit.set_modules_to_forward_prefetch(forward[place : place + ahead])
+    for place, unit in enumerate(backward, start=1):
+        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
+
+
+def _in_order(module: nn.Module, *, backward: bool) -> Iterator[FSDPModule]:
+    """Yield the units of a model, outer before inner, otherwise in definition order, or for backward in reverse."""
+    if isinstance(module, FSDPModule):
+        yield module
+    children = list(module.children())
+    for child in reversed(children) if backward else children:
+        yield from _in_order(child, backward=backward)

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
 from workbench.engine import probe
+from workbench.engine.backends import backend_of
 from workbench.engine.classic import unwrapping as classic_undo
+from workbench.engine.module_names import named_params
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.engine.unsharding import copied
@@ -37,6 +40,7 @@ from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import Handle, Tensors
 from workbench.models.c10d import count, holds
 from workbench.models.patches import Patches
+from workbench.models.plain_model import PlainModel, dtype_of, warnings_in_plain_words
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -47,6 +51,8 @@ from workbench.models.sharded_model import (
     take_calls_of_a_wrapper,
 )
 from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit
+from workbench.protocol.commands import Shard
+from workbench.protocol.policy import CLASSIC, STRATEGIES, PrecisionNames
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""
@@ -348,6 +354,7 @@ class WrapperModel(WatchedModel[Handle]):
     """A model in torch's ``FullyShardedDataParallel``."""
 
     engine = ENGINES[TORCH_CLASSIC]
+    api = CLASSIC
     wrapper_class = FullyShardedDataParallel
     source_class = FlatParamUnits
 
@@ -551,3 +558,76 @@ class WrapperModel(WatchedModel[Handle]):
     def in_no_unit(self) -> Sequence[str]:
         """Return the names of the trained parameters that are in no unit."""
         return [name for name, param in self._whole() if param.requires_grad]
+
+    @classmethod
+    def shard(
+        cls, command: Shard, plain: PlainModel, plan: Sequence[Unit], device: torch.device, optimizers: Optimizers
+    ) -> nn.Module:
+        """Return a plain model in a wrapper, each of its units in its own; collective with meta parameters.
+
+        Raises:
+            UsageError: there is no accelerator to offload from.
+            TypeError, ValueError, ...: torch refuses.
+        """
+        if command.offload and backend_of(device).is_host:
+            raise UsageError(
+                "torch's FullyShardedDataParallel offloads only from an accelerator: leave out --offload, with which "
+                "nothing would move here, or use --api fully_shard"
+            )
+        inner = frozenset(plain.inner)
+        dtypes = PrecisionNames.parse(command.mp)
+        names: dict[torch.Tensor, str] = {param: name for name, param in named_params(plain.model)}
+        states = [_by_name(optimizer, names) for optimizer in optimizers]
+        with warnings_in_plain_words():
+            wrapper = FullyShardedDataParallel(
+                plain.model,
+                auto_wrap_policy=CustomPolicy(lambda module: module in inner),
+                device_mesh=plain.mesh,
+                device_id=device,
+                sharding_strategy=ShardingStrategy[STRATEGIES[command.strategy or "full"]],
+                mixed_precision=MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce)),
+                cpu_offload=CPUOffload(offload_params=command.offload),
+                forward_prefetch=bool(command.prefetch),
+                use_orig_params=command.orig_params,
+                ignored_states=list(plain.ignored),
+                # ranks may draw different numbers, and copies would stay different
+                sync_module_states=any(param.is_meta for param in names),
+            )
+            for optimizer, state in zip(optimizers, states, strict=True):
+                _rewrap(wrapper, plan, optimizer, state)
+        return wrapper
+
+
+@dataclass(frozen=True)
+class _PlainOptimizer:
+    """An optimizer of a plain model, by the names of parameters, as torch's functions for its wrapper take it.
+
+    Attributes:
+        state: whole state of each parameter that has some.
+        groups: options of each group, with ``params``: names of its parameters.
+    """
+
+    state: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+
+def _by_name(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> _PlainOptimizer:
+    return _PlainOptimizer(
+        {names[param]: state for param, state in optimizer.state.items() if param in names},
+        [group | {"params": [names[p] for p in group["params"] if p in names]} for group in optimizer.param_groups],
+    )
+
+
+def _rewrap(
+    wrapper: FullyShardedDataParallel, plan: Sequence[Unit], optimizer: torch.optim.Optimizer, plain: _PlainOptimizer
+) -> None:
+    """Give an optimizer the wrapper's parameters and its part of the state; collective if there is some."""
+    now = dict(named_params(wrapper))
+    flat_of = {part.fqn: now.get(flat.fqn) for unit in plan for flat in unit.params for part in flat.parts}
+    for group, before in zip(optimizer.param_groups, plain.groups, strict=True):
+        held = (now.get(name) if flat_of.get(name) is None else flat_of[name] for name in before["params"])
+        group["params"] = list(dict.fromkeys(param for param in held if param is not None))
+    optimizer.state.clear()
+    if plain.state:
+        whole = {"state": plain.state, "param_groups": plain.groups}
+        optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, whole))

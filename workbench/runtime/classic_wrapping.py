@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -16,8 +13,9 @@ from workbench.engine import classic
 from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
 from workbench.engine.classic.unwrapping import rewrap_optimizers, unwrap
 from workbench.engine.classic.wrapper_state import wrapper_states_below
+from workbench.models.plain_model import dtype_of, warnings_in_plain_words
 from workbench.protocol.commands import Reshard, Shard
-from workbench.protocol.policy import DTYPES, STRATEGIES, PrecisionNames, Strategy
+from workbench.protocol.policy import STRATEGIES, PrecisionNames, Strategy
 
 
 def wrap(
@@ -53,15 +51,6 @@ def wrap(
     return wrapper
 
 
-@contextmanager
-def warnings_in_plain_words() -> Iterator[None]:
-    """Print the warnings of the body, each message once, without the source line of ours that triggered it."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for message in dict.fromkeys(str(each.message) for each in caught):
-        sys.stderr.write(f"{message}\n")
-
-
 def options_of(command: Shard | Reshard) -> dict[str, Any]:
     """Return the wrapper's arguments for a command; options at their default are left out."""
     found: dict[str, Any] = {}
@@ -77,11 +66,6 @@ def options_of(command: Shard | Reshard) -> dict[str, Any]:
     if command.orig_params is not type(command).orig_params:
         found["use_orig_params"] = bool(command.orig_params)
     return found
-
-
-def dtype_of(name: str) -> torch.dtype | None:
-    """Return the dtype of the user notation ``name``; None if it is empty."""
-    return getattr(torch, DTYPES[name]) if name else None
 
 
 def strategy_of(model: nn.Module) -> Strategy | Literal[""]:

@@ -31,11 +31,12 @@ from workbench.engine.reshard import origins
 from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
+from workbench.models.engines import torchs
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Reshard, Shard
-from workbench.protocol.policy import CLASSIC, STRATEGIES, WORKBENCH, PrecisionNames
+from workbench.protocol.policy import CLASSIC, STRATEGIES, TORCH, WORKBENCH, PrecisionNames
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
-from workbench.runtime import sharding, torch_sharding
+from workbench.runtime import sharding
 from workbench.runtime.model_summary import class_name, sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
@@ -215,7 +216,7 @@ def _made(
                 params=tuple(params),
                 shard_size=size,
                 replicate_size=copies,
-                engine=torch_sharding.engine_name(command),
+                engine=torchs(command.api).engine.name if command.engine == TORCH else "",
                 **policy,
             )
         )

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from workbench.engine import (
     CPUOffloadPolicy,
@@ -36,8 +37,9 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
-from workbench.models.engines import is_sharded_by_torch
+from workbench.models.engines import is_sharded_by_torch, torchs
 from workbench.models.ours import api_of, check_one_api
+from workbench.models.plain_model import PlainModel, unchanged_on_error
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
@@ -53,7 +55,7 @@ from workbench.protocol.policy import (
     policy_words,
 )
 from workbench.protocol.rank_messages import ModelPolicy
-from workbench.runtime import classic_wrapping, lint, torch_sharding
+from workbench.runtime import classic_wrapping, lint
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import (
     bytes_at_rest,
@@ -89,8 +91,7 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
     _make_groups(command, mesh)
     if command.engine == TORCH:
         kept = kept_dtypes(model, command.mp)
-        of_torch = torch_sharding.Chosen(model, tuple(inner), tuple(ignored), mesh, kept)
-        sharded = _shard_by_torch(command, rank, of_torch)
+        sharded = _shard_by_torch(command, rank, PlainModel(model, tuple(inner), tuple(ignored), mesh, kept))
     else:
         sharded = _described(command, _shard(command, mesh, model, inner, ignored))
     gc.collect()  # a model that this one replaces is a reference cycle
@@ -126,14 +127,26 @@ def _shard(
     return model, len(optimizers)
 
 
-def _shard_by_torch(command: Shard, rank: RankContext, chosen: torch_sharding.Chosen) -> ShardReply:
-    """Shard a plain model with torch's own FSDP; if it is refused, the model is unchanged."""
+def _shard_by_torch(command: Shard, rank: RankContext, plain: PlainModel) -> ShardReply:
+    """Shard a plain model with torch's own FSDP; if it is refused, the model is unchanged.
+
+    Raises:
+        UsageError: tensor parallelism splits the model, or this torch has no such option here.
+        TypeError, ValueError, ...: torch refuses.
+    """
+    split = [name for name, param in plain.model.named_parameters() if isinstance(param, DTensor)]
+    if split:
+        raise UsageError(
+            f"{split[0]!r} of {command.model!r} is split by tensor parallelism, and the mesh of a command holds all "
+            "ranks: call torch's fully_shard in a %%fsdp cell, with the mesh of the data-parallel dimension"
+        )
     plan = rank.plan(command)  # refuses what torch may take, such as a parameter tied to one of another unit
-    sizes = sizes_of(chosen.model)
-    ignored = chosen.ignored_names
+    sizes = sizes_of(plain.model)
+    ignored = plain.ignored_names
     left_out = [size for size in sizes if set(size.names) & ignored]
-    optimizers = optimizers_of(chosen.model)
-    model = torch_sharding.shard(command, chosen, plan, rank.groups.device, optimizers)
+    optimizers = optimizers_of(plain.model)
+    with unchanged_on_error(plain.model, optimizers):
+        model = torchs(command.api).shard(command, plain, plan, rank.groups.device, optimizers)
     rebind(command.model, model)
     rank.watch.note([model])
     units = [unit for each in rank.watch.models_in(model) for unit in each.units]
