@@ -69,6 +69,12 @@ def test_the_table_of_faults_matches_the_faults():
     assert documents.table("fault") == documents.fault_rows(), "python -m tests.helpers.documents writes it"
 
 
+def test_the_table_of_engines_is_what_the_contract_tests():
+    assert documents.table(documents.ENGINE_TABLE[0]) == documents.engine_rows(), (
+        "python -m tests.helpers.documents writes it"
+    )
+
+
 def test_each_line_that_commands_ranks_is_written_as_the_commands_write_it():
     for word in set(commands.COMMANDS.values()) - {commands.Start}:  # its line names a default
         assert commands.to_text(command_lines.parse_line(word.example)) == word.example

@@ -1,7 +1,7 @@
 """The documents as data: tables, code blocks and links of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.
 
-``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists, and that of the
-rules of ``lint``.
+``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists, those of the
+rules of ``lint`` and of faults, and that of engines.
 """
 
 import re
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+from tests.helpers.engine_contract import ENGINES, INSTRUMENTS, LIMITS
 from tests.helpers.package_source import REPO
 from workbench.magics import command_lines
 from workbench.protocol.commands import Command, summary
@@ -131,9 +132,26 @@ def fault_rows() -> list[list[str]]:
     ]
 
 
+ENGINE_TABLE = "instrument", REPO / "docs" / "engine.md"
+"""First column and document of the table of what works with which engine."""
+
+
+def engine_rows() -> list[list[str]]:
+    """Return the rows of that table: each instrument, and whether it works with each engine, or what it says."""
+    return [
+        [", ".join(f"`{word}`" for word in name.split(", ")), *(LIMITS.get((name, each), "yes") for each in ENGINES)]
+        for name in INSTRUMENTS
+    ]
+
+
 def _write_tables() -> None:
     tables = [(first, path, command_rows(first)) for first, (path, _) in COMMAND_TABLES.items()]
-    for first_column, path, found in (*tables, (*RULE_TABLE, rule_rows()), (*FAULT_TABLE, fault_rows())):
+    for first_column, path, found in (
+        *tables,
+        (*RULE_TABLE, rule_rows()),
+        (*FAULT_TABLE, fault_rows()),
+        (*ENGINE_TABLE, engine_rows()),
+    ):
         rows = "".join(f"| {' | '.join(row)} |\n" for row in found)
         before, title, rest = re.split(rf"(^\| {first_column} \|.*\n\|---.*\n)", path.read_text("utf-8"), flags=re.M)
         after = re.sub(r"\A(\|.*\n)*", "", rest)

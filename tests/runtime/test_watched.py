@@ -269,6 +269,6 @@ def test_commands_that_need_our_engine_are_refused_and_nothing_has_changed(shard
     expected = run(2, restarted, shard)
     for rank, (errors, losses) in enumerate(run(2, refused, shard)):
         for error in errors:
-            assert error.startswith("'model' is sharded by torch's own FSDP")
+            assert error.startswith("'model' is run by torch.")
             assert error.endswith("%fsdp shard model")
         assert losses == expected[rank][:1]

@@ -552,6 +552,12 @@ def module_of(param: Any) -> tuple[nn.Module, str]:  # noqa: ANN401 - an FSDPPar
     return param._module_info.module, param._module_info.param_name
 
 
+def places_of(param: Any) -> tuple[tuple[nn.Module, str], ...]:  # noqa: ANN401 - an FSDPParam
+    """Return every module that has the parameter, and its name there; the first is :func:`module_of`."""
+    info = param._module_info
+    return (module_of(param), *zip(info.shared_modules, info.shared_param_names, strict=True))
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, the same object each time."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)

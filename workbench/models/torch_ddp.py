@@ -9,7 +9,6 @@ import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,10 +121,20 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         return UnitLayout(modules=(group.module,), shard_ranks=(dist.get_rank(),), replicas=replicas)
 
     def _tensors_of(self, group: DistributedDataParallel, unit: Unit) -> Mapping[str, ParamTensors]:
-        rows = zip(unit.params, group.module.named_parameters(), strict=True)
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in group.module.modules():
+            for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                places.setdefault(param, []).append((module, name))
         return {
-            known.fqn: ParamTensors(shard=param, shard_rank=0, full=param, full_grads=(), sharded_grad=param.grad)
-            for known, (_, param) in rows
+            known.fqn: ParamTensors(
+                shard=param,
+                shard_rank=0,
+                full=param,
+                full_grads=(),
+                sharded_grad=param.grad,
+                places=tuple(places[param]),
+            )
+            for known, param in zip(unit.params, group.module.parameters(), strict=True)
         }
 
     # ---- forward and backward
@@ -237,7 +246,7 @@ class _Backward:
 def _described(path: str, name: str, param: torch.Tensor) -> Param:
     shape = tuple(param.shape) or (1,)
     return Param(
-        fqn=join(path, name),
+        fqn=clean(join(path, name)),
         shape=shape,
         global_shape=shape,
         dtype=str(param.dtype).removeprefix("torch."),
@@ -247,6 +256,21 @@ def _described(path: str, name: str, param: torch.Tensor) -> Param:
         padded_rows=shape[0],
         trainable=param.requires_grad,
     )
+
+
+def paths_below(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module of a model, without wrappers, those of ``DistributedDataParallel`` included."""
+    tops = [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+    return {module: _without(tops, path) for module, path in names_below([model]).items()}
+
+
+def _without(tops: Sequence[str], path: str) -> str:
+    """Return a path without what the wrappers at ``tops`` add."""
+    for top in tops:
+        inner = join(top, "module")
+        if path == inner or path.startswith(f"{inner}."):
+            return ".".join(filter(None, (top, path[len(inner) + 1 :])))
+    return path
 
 
 class ReplicatedModel(WatchedModel[DistributedDataParallel]):
@@ -278,27 +302,10 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
         """Return how many backwards of a unit were averaged; None: they are not watched any more."""
         return self._counts.num_backwards(unit)
 
-    def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
-        """Return the tensors of a unit, by name, with the modules that have them."""
-        part = self._groups[unit]
-        places = [
-            (part.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
-            for name, _ in part.module.named_parameters()
-        ]
-        found = zip(super().tensors(unit).items(), places, strict=True)
-        return {name: replace(known, places=(place,)) for (name, known), place in found}
-
     @functools.cached_property
     def paths(self) -> dict[nn.Module, str]:
         """The path of each module, without wrappers."""
-        return {module: self._without_wrapper(path) for module, path in names_below([self.model]).items()}
-
-    def _without_wrapper(self, path: str) -> str:
-        for top in self._parts:
-            inner = join(top, "module")
-            if path == inner or path.startswith(f"{inner}."):
-                return ".".join(filter(None, (top, path[len(inner) + 1 :])))
-        return path
+        return paths_below(self.model)
 
     def reshard(self) -> None:
         """No-op: every rank holds all parameters."""
@@ -395,7 +402,7 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
         }
         for name, buffer in self.model.named_buffers():
             if id(buffer) not in broadcast:
-                yield self._without_wrapper(clean(name)), buffer
+                yield _without(tuple(self._parts), clean(name)), buffer
 
 
 def _of_next_rank(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

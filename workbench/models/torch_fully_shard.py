@@ -90,7 +90,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
                 freed=_torch.freed_of(param),
                 full_grads=_torch.full_grads_of(param),
                 sharded_grad=param.sharded_param.grad,
-                places=(_torch.module_of(param),),
+                places=_torch.places_of(param),
             )
             for known, param in zip(unit.params, group.fsdp_params, strict=True)
         }

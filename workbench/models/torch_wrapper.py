@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from workbench.engine import probe
 from workbench.engine.backends import backend_of
 from workbench.engine.classic import unwrapping as classic_undo
-from workbench.engine.module_names import named_params
+from workbench.engine.module_names import clean, named_params
 from workbench.engine.probe import BufferHandle
 from workbench.engine.shard_layout import ShardLayout
 from workbench.engine.unsharding import copied
@@ -84,7 +84,7 @@ class FlatParamUnits(TorchUnits[Handle]):
         facts = _torch.facts_of(group)
         layout = ShardLayout(torch.Size((facts.numel,)), 0, facts.shard_size)
         parts = tuple(
-            FlatPart(fqn=join(place.path, name), shape=shape, global_shape=shape, first=first)
+            FlatPart(fqn=clean(join(place.path, name)), shape=shape, global_shape=shape, first=first)
             for name, shape, first in zip(facts.names, facts.shapes, facts.firsts, strict=True)
         )
         flat = Param(
@@ -145,7 +145,10 @@ class FlatParamUnits(TorchUnits[Handle]):
                 sharded_grad=sharded_grad,
             )
         }
-        for part, place in zip(flat.parts, _torch.flat_places_of(group), strict=True):
+        places: list[list[tuple[nn.Module, str]]] = [[] for _ in flat.parts]
+        for number, module, name in _torch.all_places_of(group):
+            places[number].append((module, name))
+        for part, own in zip(flat.parts, places, strict=True):
             first, last = part.within(begin, begin + flat.rows_per_rank[rank])
             whole = slice(part.first, part.first + part.numel)
             found[part.fqn] = ParamTensors(
@@ -155,7 +158,7 @@ class FlatParamUnits(TorchUnits[Handle]):
                 freed=freed,
                 full_grads=() if grad is None else (grad[whole].view(part.shape),),
                 sharded_grad=None if sharded_grad is None else sharded_grad[first - begin : last - begin],
-                places=(place,),
+                places=tuple(own),
             )
         return found
 

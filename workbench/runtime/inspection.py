@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
-from workbench.engine.module_names import clean
 from workbench.errors import UsageError
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
+from workbench.models.sharded_model import join
+from workbench.models.torch_ddp import paths_below
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder
@@ -138,12 +139,12 @@ def _models() -> Iterator[tuple[str, nn.Module]]:
 
 
 def _params_below(model: str, root: nn.Module, held: list[_Found]) -> Iterator[_Found]:
-    paths: dict[object, str] = {module: path for path, module in root.named_modules()} if held else {}
+    paths = paths_below(root) if held else {}
     for found in held:
         for module, name in found.tensors.places:
-            path = paths.get(module)
+            path = paths.get(cast("nn.Module", module))
             if path is not None:
-                yield replace(found, model=model, fqn=clean(f"{path}.{name}" if path else name))
+                yield replace(found, model=model, fqn=join(path, name))
 
 
 def _not_found(fqn: str, names: list[str]) -> str:

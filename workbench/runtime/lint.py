@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from workbench.engine.fsdp_state import unreduced_units
 from workbench.errors import UsageError
-from workbench.events import Unit
+from workbench.events import ENGINES, Unit
 from workbench.fault import Fault
 from workbench.models.engines import Watch, is_sharded
 from workbench.models.sharded_model import ShardedModel
@@ -38,9 +38,18 @@ def lint(command: Lint, rank: RankContext) -> LintReply:
         raise UsageError(
             f"{command.model!r} is not sharded; shard it first: %fsdp shard {command.model}"
             if command.model
-            else "no model is sharded, so there is nothing to lint; shard one first: %fsdp shard MODEL"
+            else f"no model is sharded, so there is nothing to lint{own_units_words(rank.recorder)}; shard one first: "
+            "%fsdp shard MODEL"
         )
     return checked(sharded, rank)
+
+
+def own_units_words(recorder: Recorder) -> str:
+    """Return a part of a sentence about units that a program announces itself; empty: there are none."""
+    own = {unit.engine for unit in recorder.header.units if unit.in_use} - {"", *ENGINES}
+    return (
+        f": an FSDP of your own ({', '.join(sorted(own))}) announces units, but no model that it knows" if own else ""
+    )
 
 
 def sharded_models(name: str = "") -> dict[str, nn.Module]:

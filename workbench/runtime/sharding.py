@@ -37,7 +37,7 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
-from workbench.models.engines import is_sharded_by_torch, torchs
+from workbench.models.engines import WATCHED, torchs
 from workbench.models.ours import api_of, check_one_api
 from workbench.models.plain_model import PlainModel, unchanged_on_error
 from workbench.protocol.breakpoints import chosen_units
@@ -508,11 +508,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check_not_torchs(name: str, model: nn.Module) -> None:
-    """Raise UsageError if torch's own FSDP shards a part of the model ``name``."""
-    if is_sharded_by_torch(model):
+    """Raise UsageError if another engine runs a part of the model ``name``."""
+    others = [each.engine.name for each in WATCHED if each.runs(model)]
+    if others:
         raise UsageError(
-            f"{name!r} is sharded by torch's own FSDP, and this needs the workbench's engine. To use it, "
-            f"run the cell that builds the model without sharding it, and then: %fsdp shard {name}"
+            f"{name!r} is run by {' and '.join(others)}, and this needs the workbench's engine. To use it, run the "
+            f"cell that builds the model without it, and then: %fsdp shard {name}"
         )
 
 

@@ -32,7 +32,7 @@ from workbench.models.sharded_model import HoldingsDiffer, Largest, ShardedModel
 from workbench.protocol.commands import CopyStep, Difference, StepCounter, StepDifferences, Verify, VerifyReply
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.copy_observation import CopyObserver, settings_of
-from workbench.runtime.lint import sharded_models
+from workbench.runtime.lint import own_units_words, sharded_models
 from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
@@ -207,7 +207,7 @@ def verified_model(name: str, rank: RankContext) -> ShardedModel:
             f"several models are sharded: {', '.join(models)}; name one: %fsdp verify {next(iter(models))}"
         )
     if not models and not name:
-        raise UsageError("no model is sharded; shard one first: %fsdp shard MODEL")
+        raise UsageError(f"no model is sharded{own_units_words(rank.recorder)}; shard one first: %fsdp shard MODEL")
     found = name or next(iter(models))
     model = models.get(found) or find_module(found)
     rank.watch.note([model])
