@@ -20,11 +20,11 @@ from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.unsharded_copy import train_both
 from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, cancellable_waits, process_groups
-from workbench.engine.backends.async_work import PendingWork
+from workbench.engine.backends.async_work import CollectiveSpan, PendingWork
 from workbench.engine.backends.streams import StreamWork
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import Collective
-from workbench.events import Category, Edge, Kind
+from workbench.events import Category, Comm, Edge, Kind
 
 REDUCE = Collective("reduce-scatter", "", 4)
 
@@ -104,9 +104,12 @@ def test_a_wait_may_be_cancelled_from_another_thread():
 
 def test_a_failed_collective_says_which_one():
     work = FakeWork("Connection closed by peer\n  some C++ frames")
-    pending = PendingWork(work, Collective("all-gather", "blocks.4", 8))
+    span = CollectiveSpan(4, Kind.ALL_GATHER, 8, Comm(group=0, seq=1))
+    pending = PendingWork(work, Collective("all-gather", "blocks.4", 8), span=span)
     work.future.set_exception(RuntimeError("gone"))
-    pending.wait()  # a failed collective has ended
+    with recording() as record:
+        pending.wait()  # a failed collective has ended, and no view must take that for progress
+    assert [row[:2] for row in record.rows] == [(Kind.WAIT, Edge.BEGIN)]
     with pytest.raises(
         CollectiveFailed, match=r"^all-gather of unit blocks\.4 failed: Connection closed by peer$"
     ) as failed:

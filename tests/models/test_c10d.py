@@ -20,6 +20,7 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
+from workbench.engine.backends.async_work import OfFuture
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
 from workbench.models import c10d
 from workbench.models._torch_private import HAS_HOOKS
@@ -172,6 +173,19 @@ def test_a_collective_ends_when_it_ends_not_when_it_is_waited_for():
         ended = dict(ends[["comm_seq", "t_ns"]].tolist())
         assert all(began[seq] <= ended[seq] for seq in ended)
         assert ended[2] <= began[3]
+
+
+@pytest.mark.parametrize("error", ["", "Connection closed by peer"])
+def test_a_call_that_failed_has_no_end(error, monkeypatch):
+    recorder, watch, future = Recorder(Header()), c10d_calls.CollectiveWatch(), torch.futures.Future()
+    monkeypatch.setattr(probe, "active", recorder)
+    call = c10d_calls.Call(Kind.ALL_REDUCE, -1, 4, None, is_async=True, on_device=False)
+    work = OfFuture()
+    work._future = future
+    watch.issued(call, work)
+    future.set_exception(RuntimeError(error)) if error else future.set_result(None)
+    assert watch.has_settled()
+    assert (recorder.last_event() is None) == bool(error)
 
 
 def in_groups_made_later():

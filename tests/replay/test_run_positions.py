@@ -166,6 +166,13 @@ def test_the_last_event_of_a_rank_that_waits_is_what_it_waits_for():
     assert (found.kind, found.edge, found.pending.number) == (Kind.WAIT, BEGIN, 4)
 
 
+@pytest.mark.parametrize(("event_s", "ended_s"), [(9, 10), (10.7, 10.7)])
+def test_an_event_is_a_sign_of_life_too(event_s, ended_s):
+    (found,) = at(recording(rank(0, row(Kind.FORWARD, BEGIN, event_s - 1), offset_ns=S)), 40)
+    assert (found.state, found.ended_ns) == (RunState.LOST, (ended_s - 1) * S)
+    assert found.ago_ns == (40 - ended_s) * S
+
+
 def test_a_rank_that_has_ended_says_why_and_in_which_collective():
     end = RunEnd(t_ns=8 * S, reason="ValueError: x", frames=OWN)
     (found,) = at(recording(rank(0, gather(3), end=end, offset_ns=S)))

@@ -395,6 +395,20 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
         ),
         ([failed(0, 9, "ValueError: boom"), killed(1, 2.5)], "rank 1 was killed first", "find out what killed rank 1"),
         ([failed(n, 3, "ValueError: boom") for n in (0, 1)], "ranks 0-1 failed: ValueError: boom", "correct the error"),
+        # so it may also be earlier than what ended the others
+        (
+            [failed(0, 3.1, "SIGTERM", BOOM[0]), killed(1, 3), failed(2, 3.2, CLOSED)],
+            "ranks 0-1 ended within 100 ms, and which of them first is not recorded: rank 1 was killed, or called "
+            "os._exit; rank 0 was terminated: SIGTERM, train.py:12; rank 2 failed 200 ms later because its peer was",
+            "find out what killed rank 1: ",
+        ),
+        ([failed(0, 3, "SIGTERM"), killed(1, 3.1)], "rank 0 was terminated first: SIGTERM; rank 1 was killed", "see "),
+        ([failed(n, 3, "SIGTERM") for n in (0, 1)], "ranks 0-1 were terminated: SIGTERM", "see what sent SIGTERM"),
+        (
+            [failed(0, 3, "SIGTERM"), failed(1, 3.1, "SIGTERM")],
+            "rank 0 was terminated first: SIGTERM; rank 1 was terminated 100 ms later",
+            "see what sent SIGTERM to rank 0",
+        ),
         ([killed(n, 3) for n in (0, 1)], "ranks 0-1 were killed, or called os._exit", "find out"),
         ([failed(0, 3, CLOSED), rank(1, alive_s=3)], "rank 1 was killed first", "find out what killed rank 1"),
         ([failed(0, 3, "MemoryError"), failed(1, 3.5, CLOSED)], "rank 0 failed first: MemoryError;", "let rank 0 need"),

@@ -30,6 +30,11 @@ if name == "child":
 elif name == "handled":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     send("SIGTERM")
+elif name == "held back":
+    with report.held_back():
+        send("SIGTERM")
+        report.end()
+        (out / "written").touch()
 elif name == "no signal":
     report.end()
 else:
@@ -61,7 +66,7 @@ def test_a_signal_ends_a_process_as_before_and_leaves_its_stack(tmp_path, name, 
     if reason is None:
         assert found is None
         return
-    frames = (f"{tmp_path / 'train.py'}:23 in <module>", f"{tmp_path / 'train.py'}:7 in send")
+    frames = (f"{tmp_path / 'train.py'}:28 in <module>", f"{tmp_path / 'train.py'}:7 in send")
     assert found == RunEnd(t_ns=path.stat().st_mtime_ns - 995, reason=reason, frames=frames)
 
 
@@ -70,6 +75,11 @@ def test_what_does_not_end_the_process_itself_leaves_nothing(tmp_path, name, sta
     assert run(tmp_path, name) == status
     assert crash_end(tmp_path / "rank3.crash", START) is None
     assert (tmp_path / "rank3.crash").exists() == (name != "no signal")
+
+
+def test_a_signal_ends_a_process_once_it_is_written_how_its_program_ended(tmp_path):
+    assert run(tmp_path, "held back") == -signal.SIGTERM
+    assert (tmp_path / "written").exists()
 
 
 def test_a_file_that_is_no_report_is_ignored(tmp_path):

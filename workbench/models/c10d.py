@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from workbench.engine import probe
+from workbench.engine.backends.async_work import has_failed
 from workbench.engine.process_groups import OWN
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 from workbench.models._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
@@ -35,6 +36,7 @@ class Call:
 
     Attributes:
         ended_ns: time at which the transport finished it; None while it is unknown.
+        has_failed: whether it failed then, such as because a rank has left: it has no end.
         addresses: of the memory that it fills; empty: unknown.
     """
 
@@ -45,6 +47,7 @@ class Call:
     is_async: bool
     on_device: bool
     ended_ns: int | None = None
+    has_failed: bool = False
     addresses: tuple[int, ...] = ()
 
 
@@ -200,7 +203,7 @@ class CollectiveWatch:
                 probe.active.issued(call.comm, lambda: _original_wait(work))
         elif call.is_async:
             with suppress(RuntimeError):  # this transport has no futures
-                work.get_future().add_done_callback(lambda _: _note_end(call))
+                work.get_future().add_done_callback(lambda future: _note_end(call, future))
 
     def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
         """Wait for a work; announce the wait, and the end of its call."""
@@ -244,7 +247,8 @@ class CollectiveWatch:
             has_ended = call.ended_ns is not None or (is_last and work.is_completed())
             if has_ended and self._in_flight.pop(work, None) is not None:
                 self._ended[work] = call
-                self._announce_late_end(call)
+                if not call.has_failed:
+                    self._announce_late_end(call)
 
     def abandon(self) -> None:
         """Announce the ends of all calls, as nothing is known of them any more, nor of later ones."""
@@ -274,8 +278,9 @@ class CollectiveWatch:
             probe.active.late_end(call.kind, call.unit, call.num_bytes, call.comm, ended_ns)
 
 
-def _note_end(call: Call) -> None:
-    """Note the time, in the transport's thread."""
+def _note_end(call: Call, future: Any) -> None:  # noqa: ANN401
+    """Note how and when a call ended, in the transport's thread."""
+    call.has_failed = has_failed(future)
     call.ended_ns = time.monotonic_ns()
 
 

@@ -6,6 +6,8 @@ import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +46,29 @@ class CrashReport:
         if hasattr(faulthandler, "register"):  # not on Windows
             faulthandler.register(signal.SIGTERM, self._file, chain=True)
         return self
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Let SIGTERM and Ctrl-C take effect after the body, in which the program's end is written.
+
+        The launcher sends them as soon as another rank has ended.
+        """
+        if self._file is not None and hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGTERM)  # puts the handler back that was there before it
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if is_main}
+        came: list[int] = []
+        for number, handler in before.items():
+            if handler is not None:  # None: of C code
+                signal.signal(number, lambda which, _: came.append(which))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+            for sent in dict.fromkeys(came):
+                signal.raise_signal(sent)
 
     def end(self) -> None:
         """Write no longer; callable more than once."""

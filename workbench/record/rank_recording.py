@@ -170,6 +170,10 @@ class RankRecording:
         """
         if self._is_over or os.getpid() != self._pid:  # a forked process that ends as this one would
             return
+        with self._crash.held_back():
+            self._end(reason, error)
+
+    def _end(self, reason: str, error: BaseException | None) -> None:
         self._leave()
         try:
             if not self._has_stopped:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from workbench.events import BESIDE, NUMBERED, Edge, Kind
 from workbench.replay.endings import Ending, ending_of
 from workbench.trace.columns import RankTrace, Trace
-from workbench.trace.frames import is_of_a_library
+from workbench.trace.frames import is_of_a_library, with_lines
 from workbench.trace.process_state import ProcessState
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
 from workbench.trace.recording import Activity
@@ -199,10 +199,10 @@ def _position(
     stopped: Container[int],
     now_wall_ns: int,
 ) -> RunPosition:
-    at_ns, wall_ns = _last_alive(known)
+    last_ns = _last_time(rank_trace.rows, known)
+    at_ns, wall_ns = _last_alive(known, last_ns)
     if known.process:  # it lives, and writes nothing
         at_ns, wall_ns = at_ns + now_wall_ns - wall_ns, now_wall_ns
-    last_ns = _last_time(rank_trace.rows, known)
     for_ns = max(at_ns - last_ns, 0)
     is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
     has_failed = known.end is not None and bool(known.end.reason)
@@ -215,7 +215,7 @@ def _position(
     frames = () if quiet is None else quiet.frames
     if known.end is not None:
         state = RunState.FAILED if has_failed else RunState.ENDED
-        frames = known.end.frames or frames
+        frames = with_lines(known.end.frames, frames) or frames
     elif known.stop is not None:
         state = RunState.UNRECORDED
     elif is_lost:
@@ -243,13 +243,18 @@ def _position(
     )
 
 
-def _last_alive(known: RecordedRank) -> tuple[int, int]:
-    """Return when a rank ended, or was last known to be alive: on its own clock, and in time of day."""
+def _last_alive(known: RecordedRank, last_ns: int) -> tuple[int, int]:
+    """Return when a rank ended, or was last known to be alive: on its own clock, and in time of day.
+
+    Args:
+        known: of the rank.
+        last_ns: time of its last event on its own clock: a sign of life too.
+    """
     if known.end is not None:
         return known.end.t_ns, known.start.wall_ns + known.end.t_ns - known.start.t_ns
-    if known.last_beat is not None:
-        return known.last_beat.t_ns, known.last_beat.wall_ns
-    return known.start.t_ns, known.start.wall_ns
+    sign = known.last_beat or known.start
+    later_ns = max(last_ns - sign.t_ns, 0)
+    return sign.t_ns + later_ns, sign.wall_ns + later_ns
 
 
 def _last_time(rows: Rows, known: RecordedRank) -> int:

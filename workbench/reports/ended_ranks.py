@@ -14,6 +14,9 @@ from workbench.trace.frames import short_place
 TOGETHER_NS = 1_500_000_000
 """Limit of the time between the last sign of life of a process that is killed, and its end."""
 
+_AT_ONCE_NS = 20_000_000
+"""Limit of the time between the ends of ranks that one sender terminates: the time of each is recorded."""
+
 _NO_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 
@@ -34,20 +37,32 @@ def first_end(positions: Sequence[RunPosition]) -> Fault | None:
     if not first:
         return None
     others = [each for each in _gone(positions) if each not in first]
-    lead = "first" if others else ""
-    alone = first[0]
-    if alone.state is RunState.LOST:
-        verdict = f"{label(_ranks(first))} {_killed_words(first, lead)}"
-    else:
-        verdict = f"{' '.join(filter(None, (label(_ranks(first)), _verb(first), lead)))}: {short_reason(alone.reason)}"
-        verdict += f", {short_place(alone.users_frame)}" if alone.users_frame else ""
-    later = _sequence(others, since_ns=alone.ended_ns)
+    # a process that is killed may end after its last sign of life and the end of another one
+    parties = [[each for each in first if each.state is state] for state in dict.fromkeys(each.state for each in first)]
+    lead = "first" if others and len(parties) == 1 else ""
+    verdict = "; ".join(_end_words(party, lead) for party in parties)
+    if len(parties) > 1:
+        apart_ns = max(each.ended_ns or 0 for each in first) - (first[0].ended_ns or 0)
+        verdict = (
+            f"{label(sorted(_ranks(first)))} ended within {format_long(apart_ns)}, "
+            f"and which of them first is not recorded: {verdict}"
+        )
+    later = _sequence(others, since_ns=first[0].ended_ns)
     return Fault(
         rule="dead-rank",
         verdict="; ".join([verdict, *later]),
         evidence=tuple(_evidence([*first, *others])),
-        fix=_fix(first, bool(others)),
+        fix="; ".join(_fix(party, bool(others) and party is parties[-1]) for party in parties),
     )
+
+
+def _end_words(alike: Sequence[RunPosition], lead: str) -> str:
+    """Return how ranks that ended alike did, such as ``"rank 0 was terminated first: SIGTERM, train.py:9"``."""
+    ranks, alone = label(_ranks(alike)), alike[0]
+    if alone.state is RunState.LOST:
+        return f"{ranks} {_killed_words(alike, lead)}"
+    words = f"{' '.join(filter(None, (ranks, _verb(alike), lead)))}: {short_reason(alone.reason)}"
+    return f"{words}, {short_place(alone.users_frame)}" if alone.users_frame else words
 
 
 def ends_words(positions: Sequence[RunPosition]) -> str:
@@ -67,13 +82,16 @@ def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
     if own and (not killed or (own[0].ended_ns or 0) <= (killed[0].ended_ns or 0) + TOGETHER_NS):
         alike = [each for each in own if short_reason(each.reason) == short_reason(own[0].reason)]
         return [each for each in alike if len(alike) == len(gone) or _is_together(each, own[0])]
+    if killed and killed[0].state is RunState.LOST:
+        return [each for each in killed if _is_together(each, killed[0])]
     if killed:
-        return [each for each in killed if each.state is killed[0].state and _is_together(each, killed[0])]
+        return [each for each in killed if each.state is not RunState.LOST and _is_together(each, killed[0])]
     return list(gone[:1])
 
 
 def _is_together(one: RunPosition, first: RunPosition) -> bool:
-    return (one.ended_ns or 0) - (first.ended_ns or 0) <= TOGETHER_NS
+    is_terminated = first.reason.startswith("SIGTERM")
+    return (one.ended_ns or 0) - (first.ended_ns or 0) <= (_AT_ONCE_NS if is_terminated else TOGETHER_NS)
 
 
 def _ranks(positions: Sequence[RunPosition]) -> list[int]:

@@ -28,19 +28,45 @@ def short_place(frame: str) -> str:
     return PurePath(frame.partition(" in ")[0]).name
 
 
+def with_lines(frames: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """Return calls with their loops and lines, of which those that a crash left have none, from another stack.
+
+    Args:
+        frames: the calls.
+        known: a stack that the same thread had a while before.
+    """
+    text_of = {found.group("path", "line", "function"): found.string for found in map(_FRAME.match, known) if found}
+    parsed = ((each, _FRAME.fullmatch(each)) for each in frames)
+    return tuple(
+        each if found is None else text_of.get(found.group("path", "line", "function"), each) for each, found in parsed
+    )
+
+
 def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
     """Return whether a rank has left a loop in which another one still is; None if their stacks do not tell.
 
-    Where their calls part, in one function on two lines, the loops around these lines are compared.
+    Where their calls part, in one function on two lines, the loops around these lines are compared. What called the
+    first function that both are in may differ: a traceback begins where its error was caught.
 
     Args:
         frames: the rank's calls, the innermost last.
         others: those of the other rank.
     """
-    for mine, theirs in zip(map(_FRAME.match, frames), map(_FRAME.match, others), strict=False):
-        if mine is None or theirs is None or mine.group("path", "function") != theirs.group("path", "function"):
+    first, second = ([found for found in map(_FRAME.match, each) if found] for each in (frames, others))
+    for mine, theirs in zip(_from_common(first, second), _from_common(second, first), strict=False):
+        if _function(mine) != _function(theirs):
             return None
         if mine["line"] != theirs["line"]:
             ours, own = ((each["loops"] or "").split(", ") for each in (theirs, mine))
             return not set(ours) <= set(own) if theirs["loops"] else None
     return None
+
+
+def _from_common(calls: Sequence[re.Match[str]], others: Sequence[re.Match[str]]) -> Sequence[re.Match[str]]:
+    """Return calls from the first one on whose function is among the others'."""
+    known = set(map(_function, others))
+    return calls[next((at for at, call in enumerate(calls) if _function(call) in known), len(calls)) :]
+
+
+def _function(call: re.Match[str]) -> tuple[str, str]:
+    return call["path"], call["function"]

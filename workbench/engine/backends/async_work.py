@@ -79,6 +79,15 @@ class _Ended:
         """Do nothing."""
 
 
+def has_failed(future: Any) -> bool:  # noqa: ANN401
+    """Return whether a future that is done ended in an error."""
+    try:
+        future.value()
+    except Exception:  # noqa: BLE001 - what an error of Python or C++ was raised as
+        return True
+    return False
+
+
 class OfFuture:
     """Work that ends with a future."""
 
@@ -149,6 +158,7 @@ class PendingWork:
         self._watch = watch or _Unwatched()
         self.span = span
         self._done = threading.Event()
+        self._has_failed = False
         self.end_ns = 0
         self._listen()
 
@@ -160,8 +170,9 @@ class PendingWork:
             future = self._work.get_future()
         future.then(self._completed)
 
-    def _completed(self, _future: Any) -> None:  # noqa: ANN401
+    def _completed(self, future: Any) -> None:  # noqa: ANN401
         self.end_ns = time.monotonic_ns()
+        self._has_failed = has_failed(future)
         self._done.set()
 
     @property
@@ -195,7 +206,10 @@ class PendingWork:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Announce the wait in the body and notify the observer of its outcome."""
+        """Announce the wait in the body and notify the observer of its outcome.
+
+        A collective that failed, such as because a rank has left, has no end: this rank waited for it until then.
+        """
         span = self.span
         if span is not None:
             probe.event(Kind.WAIT, Edge.BEGIN, span.unit, comm=span.comm)
@@ -206,7 +220,7 @@ class PendingWork:
             self._watch.give_up(error)
             raise
         self._watch.finished(self)
-        if span is not None:
+        if span is not None and not self._has_failed:
             probe.event(Kind.WAIT, Edge.END, span.unit, comm=span.comm)
             probe.event(span.kind, Edge.END, span.unit, span.num_bytes, span.comm, self.end_ns or None)
 
