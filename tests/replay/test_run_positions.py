@@ -337,10 +337,10 @@ def test_where_the_ranks_of_a_request_are():
     assert (found[0].pending.absent, found[1].pending) == ((1,), None)
     found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, {}, {0: 0, 1: 0}, {})
     assert [each.state for each in found] == [RunState.IN_COLLECTIVE, RunState.RUNS]
-    found = live_positions(trace, {}, {0: "", 1: "KeyError: 'lang'"}, {0: 0, 1: 0}, frames)
-    assert [(each.state, each.pending, each.frames) for each in found] == [
-        (RunState.ENDED, None, ()),
-        (RunState.FAILED, None, ()),
+    found = live_positions(trace, {}, {0: "", 1: "KeyError: 'lang'"}, {0: 0, 1: 0}, {1: ("train.py:9",)})
+    assert [(each.state, each.pending, each.users_frame) for each in found] == [
+        (RunState.ENDED, None, ""),
+        (RunState.FAILED, None, "train.py:9"),
     ]
     assert [each.ending for each in found] == [Ending.SUCCESS, Ending.ERROR]
 

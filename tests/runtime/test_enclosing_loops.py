@@ -1,6 +1,6 @@
 """The loops around a line of a source file."""
 
-from workbench.runtime.enclosing_loops import loops_around
+from workbench.runtime.enclosing_loops import loop_words, loops_around
 
 SOURCE = """\
 def main():
@@ -43,3 +43,11 @@ def test_a_file_that_cannot_be_parsed_has_no_loops(tmp_path):
     path.write_text("for x in y:\n  (")
     assert loops_around(str(path), 2) == ()
     assert loops_around(str(tmp_path / "missing.py"), 2) == ()
+
+
+def test_the_files_of_libraries_are_not_parsed(tmp_path):
+    for folder, words in [("src", ", loop 2, 3"), ("site-packages", "")]:
+        path = tmp_path / folder / "train.py"
+        path.parent.mkdir()
+        path.write_text(SOURCE)
+        assert loop_words(str(path), 3) == words

@@ -111,7 +111,8 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     cell["__file__"] = script = "/home/me/train.py"
     monkeypatch.setitem(linecache.cache, script, (len(CELL), None, CELL.splitlines(keepends=True), script))
     exec(compile(CELL, script, "exec"), cell)
-    there = replace(cell["there"], frames=())
-    assert there == CellLine(line=2, function="f", text="return ask()", script="train.py")
+    there = cell["there"]
+    assert there.frames[1] == "/home/me/train.py:2 in f: return ask()"  # its whole path, as in recordings
+    assert replace(there, frames=()) == CellLine(line=2, function="f", text="return ask()", script="train.py")
     exec("command = ask()", cell)  # as ipyparallel runs a command: in the namespace of cells, but in no cell
     assert cell["command"] is None

@@ -354,7 +354,7 @@ def _frames(stack: traceback.StackSummary) -> tuple[str, ...]:
 
 def _frame(call: traceback.FrameSummary) -> str:
     """Return a call as text: ``train.py:31 in main, loop 20, 24: loss.backward()``; 24 is the innermost loop's line."""
-    loops = "" if is_of_a_library(call.filename) else loop_words(call.filename, call.lineno or 0)
+    loops = loop_words(call.filename, call.lineno or 0)
     return f"{call.filename}:{call.lineno} in {call.name}{loops}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
 
 

@@ -168,7 +168,8 @@ def live_positions(
         for_ns: time since the last event of each rank that answered.
         ended: for each rank that has ended the request, the error that it raised as ``Name: text``; empty: none.
         since: number of each rank's first row of the request; before it, all ranks had issued the same collectives.
-        frames: calls of the user's code on the ranks that answered, the innermost last.
+        frames: calls of the user's code on the ranks that answered, the innermost last; of a rank that has raised, the
+            line that did.
     """
     whole = {part.rank for part in trace.ranks if part.start.seq <= since.get(part.rank, 0)}
     begun = {part.rank: _begun(trace.header, part, is_whole=part.rank in whole) for part in trace.ranks}
@@ -184,7 +185,7 @@ def live_positions(
             state = RunState.WAITS if quiet_ns >= DEADLOCKED_NS else RunState.IN_COLLECTIVE
         else:
             state = RunState.SILENT if quiet_ns >= STALLED_NS else RunState.RUNS
-        own = () if part.rank in ended else frames.get(part.rank, ())
+        own = frames.get(part.rank, ())
         found.append(
             RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending, frames=own, reason=reason)
         )

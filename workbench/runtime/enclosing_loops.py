@@ -6,6 +6,8 @@ import ast
 import linecache
 from functools import lru_cache
 
+from workbench.trace.frames import is_of_a_library
+
 _MAX_BYTES = 1 << 20
 
 
@@ -18,7 +20,12 @@ def loops_around(path: str, line: int) -> tuple[int, ...]:
 
 
 def loop_words(path: str, line: int) -> str:
-    """Return the loops around a line as a part of a call's text: ``", loop 20, 24"``; empty without one."""
+    """Return the loops around a line as a part of a call's text: ``", loop 20, 24"``; empty without one.
+
+    Empty too for the code of a library, whose large files take long to parse.
+    """
+    if is_of_a_library(path):
+        return ""
     found = ", ".join(map(str, loops_around(path, line)))
     return f", loop {found}" if found else ""
 

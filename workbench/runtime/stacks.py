@@ -130,11 +130,17 @@ def place_in_file(frame: FrameType, line: int) -> str:
     return f"{_path_of(frame)}:{line} in {frame.f_code.co_name}"
 
 
-def _line(frame: FrameType, *, with_loops: bool = False) -> str:
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(path, line, frame.f_globals).strip()
-    loops = loop_words(path, line) if with_loops else ""
-    return place_in_file(frame, line) + loops + (f": {source}" if source else "")
+def _line(frame: FrameType) -> str:
+    source = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")
+
+
+def _recorded(frame: FrameType) -> str:
+    """Return a call as recordings have it: with its whole path, which tells libraries, and the loops around it."""
+    code, line = frame.f_code, frame.f_lineno
+    path = "cell" if is_of_a_cell(frame) else code.co_filename
+    source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
+    return f"{path}:{line} in {code.co_name}{loop_words(code.co_filename, line)}: {source}".rstrip(": ")
 
 
 def user_line() -> CellLine | None:
@@ -153,5 +159,5 @@ def user_line() -> CellLine | None:
     script = Path(code.co_filename).name if _is_of_the_script(frame) else ""
     calls = users_frames(innermost)[::-1]
     first = next((at for at, each in enumerate(calls) if is_of_a_cell(each) or _is_of_the_script(each)), 0)
-    frames = tuple(_line(each, with_loops=True) for each in calls[first:])
+    frames = tuple(map(_recorded, calls[first:]))
     return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames)

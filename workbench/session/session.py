@@ -775,7 +775,8 @@ class Session:
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
         ended = {rank: _raised(request.pending, rank) for rank in {*request.pending.ranks} - {*request.watch.running}}
-        frames = {rank: line.frames for rank, line in lines.items() if line is not None}
+        frames = {rank: line.frames for rank, line in lines.items() if line is not None and rank not in ended}
+        frames |= {rank: _raised_at(request.pending, rank) for rank in ended}
         found = live_positions(self._since(newest), quiet, ended, since, frames)
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
         return decide(self._since(self._rows_before if decide is parted else since), found)
@@ -1018,6 +1019,13 @@ def _raised(pending: PendingReplies, rank: int) -> str:
     """Return the error with which a rank has ended a request as ``Name: text``; empty if it raised none."""
     error = pending.error(rank)
     return f"{error.ename}: {error.evalue}" if isinstance(error, RankError) else ""
+
+
+def _raised_at(pending: PendingReplies, rank: int) -> tuple[str, ...]:
+    """Return the line of the cell or script in which a rank's error was raised, as a call; empty if it is unknown."""
+    error = pending.error(rank)
+    line = error.line if isinstance(error, RankError) else None
+    return () if line is None else (f"{error.script or 'cell'}:{line}",)
 
 
 def _unit_at_work(newest: np.void, raised_in: int) -> int:
