@@ -6,7 +6,8 @@ of a script with the comment ``# <- here`` is one that a verdict should name.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from pathlib import Path
 
@@ -78,6 +79,7 @@ class Case:
     of the marked lines if ``line`` is set. ``nearly`` are true, and not what a user needs: they count as partly right.
     All other ranks are victims, and wrong to accuse. ``wrong`` are causes that would mislead. ``abstain`` says why no
     verdict is acceptable as well. ``ends`` says who ends a hang before a user could: it is judged after that end.
+    ``unreached`` says why the script does not come to some moments.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Case:
     wrong: tuple[Cause, ...] = ()
     abstain: str = ""
     ends: str = ""
+    unreached: Mapping[Moment, str] = field(default_factory=dict)
     args: tuple[str, ...] = ()
     min_torch: tuple[int, int] = (2, 11)
     check: str = "where"  # a sound script may be one for verify or lint
@@ -264,7 +267,15 @@ HANGS = (
         nearly=((Cause.UNPAIRED_P2P, r(1, 2)), (Cause.LEFT_OUT_COLLECTIVE, r(2))),
         wrong=(Cause.STUCK_OUTSIDE,),
     ),
-    Case("remote_storage_stall", 2, Kind.HANG, (Cause.STUCK_OUTSIDE,), (r(1),), wrong=(Cause.UNEVEN_STEPS,)),
+    Case(
+        "remote_storage_stall",
+        2,
+        Kind.HANG,
+        (Cause.STUCK_OUTSIDE,),
+        (r(1),),
+        wrong=(Cause.UNEVEN_STEPS,),
+        unreached={Moment.TIMEOUT: "the rank that sleeps for an hour has no collective whose timeout would end it"},
+    ),
     Case("logger_lock", 3, Kind.HANG, (Cause.STUCK_OUTSIDE,), (r(2),), wrong=(Cause.UNEVEN_STEPS,)),
     Case(
         "rejection_sampling", 2, Kind.HANG, (Cause.STUCK_OUTSIDE,), (r(0),), wrong=(Cause.UNEVEN_STEPS,), min_torch=CPP
@@ -380,6 +391,7 @@ DEATHS = (
         ("SIGTERM",),
         line=False,
         wrong=(Cause.RAISED,),
+        unreached={Moment.NOTEBOOK: "a rank of a notebook ends after its script, not within it, by SIGTERM"},
     ),
     Case("native_crash", 2, Kind.DEATH, (Cause.KILLED_BY_SIGNAL,), (r(1),), line=False, wrong=(Cause.RAISED,)),
     Case("cache_out_of_memory", 2, Kind.DEATH, (Cause.RAISED,), (r(1),), ("MemoryError",)),

@@ -87,6 +87,7 @@ def _awaited(path: Path, settings: Settings) -> dict[str, Any]:
 
 def answers(case: Case, moments: Sequence[Moment], folder: Path, settings: Settings) -> Iterator[Answer]:
     """Yield an answer for each of the moments at which a case is judged; a void one if it takes too long."""
+    moments = [moment for moment in moments if moment not in case.unreached]
     try:
         yield from _answers(case, moments, folder, settings)
     except TimeoutError as error:

@@ -48,6 +48,10 @@ NOT_COMPARED = {
     "an optimizer from before": ("opt = torch.optim.AdamW(nn.Linear(2, 2).parameters())", "made before sharding"),
     "no graph": ("{    loss.backward|loss = loss.detach().requires_grad_()}", "reaches no parameter"),
     "no step": ("{    opt.step()|pass}", "takes no optimizer step"),
+    "of a DTensor": (
+        "{    opt.zero|next(model.parameters()).grad.to_local()}",
+        "uses .to_local of a DTensor, in <string>:57 in train_step",
+    ),
 }
 PRECISIONS = {
     "bf16": "from workbench.engine import MixedPrecisionPolicy as MP\npolicy = MP(param_dtype=torch.bfloat16)",

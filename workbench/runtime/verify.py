@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from workbench.runtime.namespace import find_module, optimizers_of, user_namespa
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.repeated_step import repeated
+from workbench.runtime.stacks import is_of_a_library, place_in_file
 from workbench.runtime.step_counters import (
     Held,
     RaisedCounters,
@@ -333,14 +335,19 @@ class _Pair:
         """Call the step function while the program refers to the copies; return its loss.
 
         Raises:
-            UsageError: the step left the copy unchanged on every rank.
+            UsageError: the step left the copy unchanged on every rank, or needs DTensors.
         """
         params = self.after.values()
         before = [local_tensor(p).detach().clone() for p in params]
         with warnings.catch_warnings():
             # schedulers count the steps of the optimizer that they were made with
             warnings.filterwarnings("ignore", module="torch.optim.lr_scheduler")
-            loss = loss_of(self._step())
+            try:
+                loss = loss_of(self._step())
+            except AttributeError as error:
+                if isinstance(error.obj, torch.Tensor) and hasattr(DTensor, error.name):
+                    raise UsageError(_needs_dtensor(error)) from None
+                raise
         moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, params, strict=True))
         if not self._largest(int(moved)):
             raise UsageError(f"the step did not train the model, so nothing can be compared: {self._why_untrained()}")
@@ -603,6 +610,15 @@ class _Pair:
 
 def _norm(norms: Mapping[str, torch.Tensor]) -> float:
     return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
+
+
+def _needs_dtensor(error: AttributeError) -> str:
+    calls = [place_in_file(*call) for call in walk_tb(error.__traceback__) if not is_of_a_library(call[0])]
+    return (
+        f"nothing can be compared: the step uses .{error.name} of a DTensor, in {calls[-1] if calls else 'a library'}, "
+        "and the parameters and gradients of the unsharded copy are plain tensors. Let the step run with both: use "
+        f".{error.name} only where isinstance(x, torch.distributed.tensor.DTensor), and else x itself"
+    )
 
 
 def _unsharded_copies(
