@@ -57,6 +57,28 @@ def test_of_two_ranks_without_the_third_none_is_the_exception():
     )
 
 
+@pytest.mark.parametrize(("device", "ranks"), [("cpu", (1, 2)), ("cpu", (2, 1)), ("cuda:0", None)])
+def test_a_rank_that_gloo_aborted_brought_less_than_the_larger_payload(device, ranks):
+    few, many = ({**gather(1, kind=Kind.ALL_REDUCE, unit=-1), "num_bytes": size, "module": 0} for size in (1024, 2048))
+    large, small = ranks or (1, 2)
+    by_rank = {large: many, small: few}
+    found = recording(
+        rank(0, end=RunEnd(t_ns=2 * S, reason="SIGABRT")),
+        *(failed(n, 2.1, CLOSED, call=by_rank[n]) for n in (1, 2)),
+        groups=((0, 1, 2),),
+    )
+    infos = tuple(RankInfo(rank=n, host="a", device=device, pid=1) for n in range(3))
+    header = replace(found.trace.header, strings=("float32",), ranks=infos)
+    cause = where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S).cause
+    if ranks is None:
+        assert cause.verdict.startswith("ranks 1-2 differ, and the call of rank 0 is not recorded")
+        return
+    assert cause.verdict == (
+        f"rank {large} issued all-reduce with 512 elements of float32 (2.00 KiB), rank {small} with 256 elements of "
+        "float32 (1.00 KiB); gloo aborted rank 0 as it received more than it expected"
+    )
+
+
 def test_ranks_in_another_order():
     first = [gather(1, number=4, unit=1), gather(2, number=5, unit=2)]
     second = [gather(1, number=4, unit=2), gather(2, number=5, unit=1)]
@@ -357,8 +379,8 @@ def test_a_rank_that_may_wait_unseen_is_not_called_late():
 # ---- which program ended first
 
 
-def failed(number, t_s, reason, *frames):
-    return rank(number, gather(1), alive_s=t_s, end=RunEnd(t_ns=int(t_s * S), reason=reason, frames=frames))
+def failed(number, t_s, reason, *frames, call=None):
+    return rank(number, call or gather(1), alive_s=t_s, end=RunEnd(t_ns=int(t_s * S), reason=reason, frames=frames))
 
 
 def killed(number, t_s):

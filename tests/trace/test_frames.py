@@ -19,6 +19,12 @@ IN_NONE, ELSEWHERE = "/x/train.py:7 in main: h()", "/x/eval.py:7 in check, loop 
         ([ABOVE, IN_ONE], [ABOVE, IN_NONE], None),
         ([ABOVE, ELSEWHERE], [ABOVE, IN_BOTH], None),
         ([ABOVE], [ABOVE, IN_BOTH], None),
+        # past the call of a function that loops
+        ([ABOVE.replace(":9", ":10")], [ABOVE, IN_BOTH], True),
+        ([ABOVE.replace(":9", ":8")], [ABOVE, IN_BOTH], None),
+        ([ABOVE.replace(":9", ":10")], [ABOVE, IN_NONE], None),
+        # a crash leaves no loops
+        ([ABOVE, IN_NONE.partition(": ")[0]], [ABOVE, IN_BOTH], None),
         ([IN_NONE], [ABOVE, IN_BOTH], True),  # a traceback begins further in
         (["/x/spawn.py:3 in start", ABOVE, IN_NONE], [ABOVE, IN_BOTH], True),
         ([], [], None),

@@ -82,6 +82,7 @@ class Divergence:
         other: what others issued in its place.
         other_ranks: these ranks.
         unknown_ranks: ranks of the group whose call is not recorded.
+        aborted_ranks: such ranks of which it is known that they brought less than ``other``.
         parting: how the calls of the fewer ranks differ from those of most.
         most_passes: passes that the lowest of most ranks had begun when it issued its own.
         other_passes: passes that the lowest of the others had begun.
@@ -96,6 +97,7 @@ class Divergence:
     other_ranks: tuple[int, ...]
     parting: Parting
     unknown_ranks: tuple[int, ...] = ()
+    aborted_ranks: tuple[int, ...] = ()
     most_passes: tuple[BegunPass, ...] = ()
     other_passes: tuple[BegunPass, ...] = ()
 

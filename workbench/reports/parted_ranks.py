@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 
 from workbench.events import Kind, unit_words
 from workbench.fault import Fault
 from workbench.replay.divergence import Divergence, IssuedCall, Parting
+from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
 from workbench.replay.run_positions import RunPosition
@@ -41,6 +44,7 @@ def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunP
         header: of the trace.
         positions: of ranks, whose own lines are shown.
     """
+    found = _by_abort(found, header, positions)
     words = _Words(found, header, positions)
     most, other = found.most_passes, found.other_passes
     place = first_difference(most, other)
@@ -53,6 +57,22 @@ def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunP
     if more.kind is not Kind.FORWARD:
         return words.of_calls()
     return words.of_batches(more, is_less=is_less)
+
+
+def _by_abort(found: Divergence, header: Header, positions: Sequence[RunPosition]) -> Divergence:
+    """Return a divergence of two equal parties with the larger payload as the exception, if the unknown ranks tell so.
+
+    On the CPU gloo aborts a rank that receives more bytes than it expects, such as before its call was recorded. So it
+    brought less than the larger payload.
+    """
+    is_even = found.parting is Parting.PAYLOAD and len(found.most_ranks) == len(found.other_ranks)
+    unknown = set(found.unknown_ranks)
+    on_cpu = {rank for rank, info in header.info_of.items() if info.device.startswith("cpu")}
+    aborted = {each.rank for each in positions if each.ending is Ending.ABORTED} & on_cpu
+    if not (is_even and unknown and unknown <= aborted) or found.most.num_bytes == found.other.num_bytes:
+        return found
+    larger = found if found.other.num_bytes > found.most.num_bytes else found.swapped()
+    return replace(larger, unknown_ranks=(), aborted_ranks=found.unknown_ranks)
 
 
 class _Words:
@@ -73,6 +93,8 @@ class _Words:
             case Parting.PAYLOAD:
                 sizes = self._payload(found.other), self._payload(found.most)
                 verdict = f"{mine} issued {other} with {sizes[0]}{at}, {theirs} with {sizes[1]}{there}"
+                if found.aborted_ranks:
+                    verdict += f"; gloo aborted {label(found.aborted_ranks)} as it received more than it expected"
             case Parting.ROOT:
                 to = "source" if found.most.kind in (Kind.BROADCAST, Kind.SCATTER) else "destination"
                 roots = found.other.root, found.most.root
@@ -160,8 +182,9 @@ class _Words:
 
     def _have_left_loop(self, few: Sequence[int], many: Sequence[int]) -> bool | None:
         """Return whether ranks have left a loop in which others still are; None if their stacks do not tell."""
-        frames = [next((each.frames for each in self._positions if each.rank in own), ()) for own in (few, many)]
-        return has_left_loop(*frames)
+        stacks = [dict.fromkeys(each.frames for each in self._positions if each.rank in own) for own in (few, many)]
+        told = (has_left_loop(one, other) for one, other in product(*stacks))
+        return next((each for each in told if each is not None), None)
 
     def _line(self, ranks: Sequence[int]) -> str:
         """Return the line that issued the call, in parentheses, if the lowest rank is still in it; else nothing."""

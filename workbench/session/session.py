@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TypeVar
 
@@ -40,7 +41,7 @@ from workbench.protocol.rank_messages import (
     Stacks,
 )
 from workbench.replay.grouping import label
-from workbench.replay.run_positions import RunState, live_positions
+from workbench.replay.run_positions import RunPosition, RunState, live_positions
 from workbench.reports.event_text import unit_names
 from workbench.reports.failures import (
     RESTART,
@@ -770,7 +771,7 @@ class Session:
         Between requests: where ranks did not agree in the last one.
         """
         if request is None or request.state != "running" or request.dead:
-            return parted(self._since(self._rows_before))
+            return parted(self._since(self._rows_before), [*self._signalled()])
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
@@ -780,6 +781,13 @@ class Session:
         found = live_positions(self._since(newest), quiet, ended, since, frames)
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
         return decide(self._since(self._rows_before if decide is parted else since), found)
+
+    def _signalled(self) -> Iterator[RunPosition]:
+        """Yield the ranks whose processes a signal ended, with its name."""
+        for rank, how in self.cluster.losses().items():
+            signal = re.search(r"\bSIG[A-Z0-9]+\b", how)
+            if signal:
+                yield RunPosition(rank=rank, state=RunState.FAILED, reason=signal[0])
 
     def _awaited(self, request: Request) -> str:
         """Return what a pause or an abort still waits for, in words; empty: neither is under way."""

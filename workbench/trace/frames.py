@@ -45,20 +45,28 @@ def with_lines(frames: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
 def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
     """Return whether a rank has left a loop in which another one still is; None if their stacks do not tell.
 
-    Where their calls part, in one function on two lines, the loops around these lines are compared. What called the
-    first function that both are in may differ: a traceback begins where its error was caught.
+    Where their calls part, in one function on two lines, the loops around these lines are compared; if there are none,
+    the rank that is on the later line has left the loops of what the other's line calls. What called the first function
+    that both are in may differ: a traceback begins where its error was caught. Calls that a crash left do not tell, as
+    their loops are unknown.
 
     Args:
         frames: the rank's calls, the innermost last.
         others: those of the other rank.
     """
     first, second = ([found for found in map(_FRAME.match, each) if found] for each in (frames, others))
-    for mine, theirs in zip(_from_common(first, second), _from_common(second, first), strict=False):
+    first, second = _from_common(first, second), _from_common(second, first)
+    for depth, (mine, theirs) in enumerate(zip(first, second, strict=False), 1):
         if _function(mine) != _function(theirs):
             return None
         if mine["line"] != theirs["line"]:
+            if mine.end() == len(mine.string) and not mine["loops"]:
+                return None
             ours, own = ((each["loops"] or "").split(", ") for each in (theirs, mine))
-            return not set(ours) <= set(own) if theirs["loops"] else None
+            if theirs["loops"]:
+                return not set(ours) <= set(own)
+            is_past = not mine["loops"] and int(mine["line"]) > int(theirs["line"])
+            return True if is_past and any(call["loops"] for call in second[depth:]) else None
     return None
 
 
