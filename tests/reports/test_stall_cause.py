@@ -264,6 +264,22 @@ def test_the_verdict_is_the_same_before_and_after_the_end(rule, how):
     assert len(found.evidence) == len(before.evidence) + (how != "stands")  # what ended the ranks comes last
 
 
+def test_what_a_rank_does_after_the_first_end_is_not_what_it_waited_in():
+    """The launcher ends the other ranks, whose handlers of SIGTERM enter the barrier too."""
+    barrier = {**BARRIER, "number": 0, "group": 1}
+    waits = rank(
+        0,
+        *(forward(1), gather(10.5, **barrier)),
+        quiet=(SilentStack(t_ns=9 * S, seq=1, frames=OWN[:1]),),
+        end=RunEnd(t_ns=11 * S, reason=CLOSED, frames=OWN[1:]),
+    )
+    alone = rank(1, gather(1, **barrier), end=RunEnd(t_ns=10 * S, reason=TIMED_OUT))
+    found = report(waits, alone, now_s=40, groups=((0, 1), (0, 1)))
+    verdict = "rank 1 issued barrier after 0 forwards, where rank 0 began forward 1 (train.py:31)"
+    assert found.cause.verdict == verdict
+    assert [each.kind for each in found.positions] == [Kind.BARRIER] * 2  # what they did last is shown
+
+
 def test_the_other_groups_of_an_engine_are_compared_too():
     """The engine's own group and c10d's have separate numbers."""
     ranks = [alive(0, gather(1, kind=Kind.ALL_REDUCE, unit=-1)), *(alive(n, gather(1, group=1)) for n in (1, 2))]
@@ -434,6 +450,15 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
         ([killed(n, 3) for n in (0, 1)], "ranks 0-1 were killed, or called os._exit", "find out"),
         ([failed(0, 3, CLOSED), rank(1, alive_s=3)], "rank 1 was killed first", "find out what killed rank 1"),
         ([failed(0, 3, "MemoryError"), failed(1, 3.5, CLOSED)], "rank 0 failed first: MemoryError;", "let rank 0 need"),
+        (
+            [
+                failed(
+                    0, 3, "RuntimeError: [enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+                )
+            ],
+            "rank 0 failed: RuntimeError: DefaultCPUAllocator: can't allocate memory",
+            "let rank 0 need less memory",
+        ),
         (
             [failed(0, 3, CLOSED)],
             "rank 0 failed: RuntimeError: Connection closed by peer [::1]:1",

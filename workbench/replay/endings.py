@@ -22,7 +22,7 @@ _TOO_LONG = re.compile(
     r"|failed to pass monitoredBarrier",
     re.IGNORECASE,
 )
-_PLACE_IN_C = re.compile(r"\[[^\]\s]*\.(cc|cpp|h|hpp):\d+\]\s*")
+_PLACE_IN_C = re.compile(r"\[(?:enforce fail at )?[^\]\s]*\.(cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE_OF_C = re.compile(r"\.? This is typically caused.*?(?=, at line |; after |$)")
 _AT_LINE = re.compile(r", at line \d+ of [^;]*$")
 

@@ -7,8 +7,8 @@ alive is judged by the time of day.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -28,6 +28,12 @@ STALLED_NS = 5_000_000_000
 
 DEADLOCKED_NS = 1_000_000_000
 """A rank of a live request that is within a collective for this long waits: who it waits for is not busy by chance."""
+
+TOGETHER_NS = 1_500_000_000
+"""Limit of the time between the last sign of life of a process that is killed, and its end."""
+
+_AT_ONCE_NS = 20_000_000
+"""How late an end may be: the time of a file has ticks."""
 
 # indexed by the column ``kind``
 _IS_BESIDE, _IS_NUMBERED = (np.isin(np.arange(256), kinds) for kinds in (BESIDE, NUMBERED))
@@ -152,6 +158,48 @@ def positions(recording: Recording, now_wall_ns: int) -> tuple[RunPosition, ...]
         _position(trace.header, rank_trace, recording.ranks[rank_trace.rank], begun, stopped, now_wall_ns)
         for rank_trace in sorted(trace.ranks, key=lambda each: each.rank)
     )
+
+
+def at_first_end(recording: Recording, found: Sequence[RunPosition]) -> Recording:
+    """Return a recording as it was when the first program ended other than by success.
+
+    What ranks do after that is no part of what the run stalled in: a handler of SIGTERM may enter a collective.
+
+    Args:
+        recording: the recording.
+        found: the positions of its ranks.
+    """
+    over = [each for each in found if each.state in (RunState.FAILED, RunState.LOST) and each.ended_ns is not None]
+    if not over:
+        return recording
+    trace = recording.trace
+    slack_ns = max((reading.error_ns for clock in trace.header.clocks for reading in clock.readings), default=0)
+    first_ns = min(
+        (each.ended_ns or 0) + (TOGETHER_NS if each.state is RunState.LOST else _AT_ONCE_NS) for each in over
+    )
+    ranks, known = [], dict(recording.ranks)
+    for part in trace.ranks:
+        later = np.flatnonzero(part.rows["t_ns"] > first_ns + slack_ns)
+        if not len(later):
+            ranks.append(part)
+            continue
+        begin = part.start.seq
+        own = part.cut(begin, begin + int(later[0]))
+        ranks.append(own)
+        known[part.rank] = _before_end(known[part.rank], own)
+    return replace(recording, trace=Trace(trace.header, tuple(ranks)), ranks=known)
+
+
+def _before_end(known: RecordedRank, part: RankTrace) -> RecordedRank:
+    """Return what is known of a rank without what it did after its rows in ``part``, except its error."""
+    beat, end = known.last_beat, known.end
+    if beat is not None:
+        last_ns = int(part.rows["t_ns"][-1]) + known.offset_ns if len(part.rows) else known.start.t_ns
+        beat = replace(beat, event_ns=min(beat.event_ns, last_ns))
+    if end is not None and ending_of(end.reason) is not Ending.ERROR:
+        was_quiet = any(quiet.seq == part.end_seq for quiet in known.quiet)
+        end = replace(end, frames=() if was_quiet else end.frames)
+    return replace(known, last_beat=beat, end=end)
 
 
 def live_positions(

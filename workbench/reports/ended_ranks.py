@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from workbench.fault import Fault
 from workbench.replay.endings import Ending, short_reason
 from workbench.replay.grouping import by_value, label
-from workbench.replay.run_positions import RunPosition, RunState
+from workbench.replay.run_positions import TOGETHER_NS, RunPosition, RunState
 from workbench.text_formats import format_long
 from workbench.trace.frames import short_place
-
-TOGETHER_NS = 1_500_000_000
-"""Limit of the time between the last sign of life of a process that is killed, and its end."""
 
 _AT_ONCE_NS = 20_000_000
 """Limit of the time between the ends of ranks that one sender terminates: the time of each is recorded."""
 
-_NO_MEMORY = ("MemoryError", "OutOfMemoryError")
+_NO_MEMORY = re.compile(r"^\w*MemoryError|^[\w.]+: .*can(?:no|')t allocate memory", re.IGNORECASE)
+"""Errors of Python, of devices, and of torch or the kernel on the CPU."""
 
 
 def first_end_ns(positions: Sequence[RunPosition]) -> int | None:
@@ -175,7 +174,7 @@ def _fix(first: Sequence[RunPosition], has_others: bool) -> str:
             found = (
                 f"see the end of the standard error of {ranks}: gloo aborts a rank if the sizes of a collective differ"
             )
-        case _ if name in _NO_MEMORY:
+        case _ if _NO_MEMORY.search(alone.reason):
             found = f"let {ranks} need less memory{at}: smaller batches, shorter inputs, or parameters over more ranks"
         case _ if name.startswith("SIG"):
             found = f"see what C or C++ code {ranks} called{at}, and the end of its standard error"

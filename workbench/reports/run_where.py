@@ -10,7 +10,7 @@ from workbench.events import Kind, unit_words
 from workbench.fault import Fault
 from workbench.replay.endings import short_reason
 from workbench.replay.grouping import by_value, label
-from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, positions
+from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, at_first_end, positions
 from workbench.reports.event_text import event_words, unit_names
 from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.report import Report
@@ -274,5 +274,7 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
         units=unit_names(trace.header),
         notes=(*recording.notes, *([unknown] if unknown else [])),
     )
-    decide = stall_cause if found.is_stalled else parted
-    return replace(found, cause=decide(trace, here))
+    if not found.is_stalled:
+        return replace(found, cause=parted(trace, here))
+    then = at_first_end(recording, here)
+    return replace(found, cause=stall_cause(then.trace, positions(then, now_wall_ns)))

@@ -19,8 +19,15 @@ from workbench.replay.divergence import Divergence, Parting, UnsharedCall, first
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import counts, first_difference, passes_before
-from workbench.replay.run_positions import DEADLOCKED_NS, STALLED_NS, PendingCollective, RunPosition, RunState
-from workbench.reports.ended_ranks import TOGETHER_NS, ends_words, first_end, first_end_ns
+from workbench.replay.run_positions import (
+    DEADLOCKED_NS,
+    STALLED_NS,
+    TOGETHER_NS,
+    PendingCollective,
+    RunPosition,
+    RunState,
+)
+from workbench.reports.ended_ranks import ends_words, first_end, first_end_ns
 from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     SAME_BATCHES,
