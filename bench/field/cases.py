@@ -114,6 +114,9 @@ class Case:
         return frozenset(range(self.ranks)) - frozenset().union(*self.culprits)
 
 
+_BETWEEN_CELLS = "a rank of a notebook ends after its script, and not within it, by SIGTERM"
+
+
 def r(*ranks: int) -> frozenset[int]:
     return frozenset(ranks)
 
@@ -357,6 +360,15 @@ HANGS = (
         wrong=(Cause.STUCK_OUTSIDE,),
     ),
     Case(
+        "handler_barrier",
+        3,
+        Kind.HANG,
+        (Cause.ALONE_IN_COLLECTIVE,),
+        (r(1),),
+        ("barrier",),
+        wrong=(Cause.STUCK_OUTSIDE, Cause.UNEVEN_STEPS),
+    ),
+    Case(
         "subgroup_left_out",
         4,
         Kind.HANG,
@@ -391,7 +403,18 @@ DEATHS = (
         ("SIGTERM",),
         line=False,
         wrong=(Cause.RAISED,),
-        unreached={Moment.NOTEBOOK: "a rank of a notebook ends after its script, not within it, by SIGTERM"},
+        unreached={Moment.NOTEBOOK: _BETWEEN_CELLS},
+    ),
+    Case(
+        "leave_at_once",
+        3,
+        Kind.DEATH,
+        (Cause.KILLED_BY_SIGNAL,),
+        # the others end some milliseconds later without a trace: that all ended, and not which first, is true as well
+        (r(1), r(0, 1, 2)),
+        ("SIGTERM",),
+        wrong=(Cause.RAISED,),
+        unreached={Moment.NOTEBOOK: _BETWEEN_CELLS},
     ),
     Case("native_crash", 2, Kind.DEATH, (Cause.KILLED_BY_SIGNAL,), (r(1),), line=False, wrong=(Cause.RAISED,)),
     Case("cache_out_of_memory", 2, Kind.DEATH, (Cause.RAISED,), (r(1),), ("MemoryError",)),
