@@ -2,6 +2,7 @@
 
 import pytest
 
+from workbench.engine.cancellable_waits import Cancellation
 from workbench.replay.endings import Ending, ending_of, short_reason
 from workbench.trace.recording import AFTER
 
@@ -42,3 +43,10 @@ def test_the_short_text_has_neither_places_in_c_nor_advice_nor_lines():
         f"KeyError: 1{AFTER}RuntimeError: Connection closed by peer [::1]:7"
     )
     assert short_reason("ValueError: [1, 2] is not 3") == "ValueError: [1, 2] is not 3"
+
+
+def test_a_rank_that_is_terminated_as_its_collective_has_failed_is_not_the_first():
+    name = Cancellation.check_after_failure.__name__
+    assert (
+        ending_of("SIGTERM", ["/x/train.py:3 in main", f"/x/waits.py:74 in {name}", "/x/t.py:3 in wait"]) is Ending.PEER
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 
 from workbench.trace.recording import AFTER
@@ -24,6 +25,7 @@ _TOO_LONG = re.compile(
 )
 _PLACE_IN_C = re.compile(r"\[(?:enforce fail at )?[^\]\s]*\.(cc|cpp|h|hpp):\d+\]\s*")
 _ADVICE_OF_C = re.compile(r"\.? This is typically caused.*?(?=, at line |; after |$)")
+_AFTER_FAILURE = " in check_after_failure"
 _AT_LINE = re.compile(r", at line \d+ of [^;]*$")
 
 
@@ -43,12 +45,18 @@ class Ending(Enum):
     OUTSIDE = "was interrupted"
 
 
-def ending_of(reason: str) -> Ending:
-    """Return why a program ended, from its last error as ``Name: text``; empty for success."""
+def ending_of(reason: str, frames: Sequence[str] = ()) -> Ending:
+    """Return why a program ended.
+
+    Args:
+        reason: its last error as ``Name: text``; empty for success.
+        frames: its calls at the end. A rank of the workbench's engine waits for a moment before it raises the failure
+            of a collective, and its launcher may terminate it meanwhile.
+    """
     if not reason:
         return Ending.SUCCESS
     if reason.startswith(("KeyboardInterrupt", "SIGTERM")):
-        return Ending.OUTSIDE
+        return Ending.PEER if any(_AFTER_FAILURE in frame for frame in frames) else Ending.OUTSIDE
     if reason.startswith("SIGABRT"):
         return Ending.ABORTED
     for error in reason.split(AFTER):

@@ -121,7 +121,7 @@ class RunPosition:
     @property
     def ending(self) -> Ending | None:
         """Why its program ended, as it wrote itself; None: it has not, or was killed."""
-        return ending_of(self.reason) if self.state in (RunState.ENDED, RunState.FAILED) else None
+        return ending_of(self.reason, self.frames) if self.state in (RunState.ENDED, RunState.FAILED) else None
 
     @property
     def is_over(self) -> bool:
@@ -255,7 +255,7 @@ def _position(
     for_ns = max(at_ns - last_ns, 0)
     is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
     has_failed = known.end is not None and bool(known.end.reason)
-    of_call = known.end is not None and ending_of(known.end.reason) in (Ending.PEER, Ending.TIMEOUT)
+    of_call = known.end is not None and ending_of(known.end.reason, known.end.frames) in (Ending.PEER, Ending.TIMEOUT)
     call = _open_call(rank_trace, has_failed=has_failed or is_lost, of_call=of_call)
     row = call if call is not None else _last_row(rank_trace, ~_IS_BESIDE[rank_trace.kinds])
     pending = None if call is None else _pending(header, rank_trace, call, begun, stopped)

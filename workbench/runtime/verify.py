@@ -345,7 +345,7 @@ class _Pair:
             try:
                 loss = loss_of(self._step())
             except AttributeError as error:
-                if isinstance(error.obj, torch.Tensor) and hasattr(DTensor, error.name):
+                if isinstance(error.obj, torch.Tensor) and hasattr(DTensor, error.name or ""):
                     raise UsageError(_needs_dtensor(error)) from None
                 raise
         moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, params, strict=True))

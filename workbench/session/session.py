@@ -177,6 +177,7 @@ class Session:
         self._needs_recovery: bool | None = None if cluster.outlives else False  # None: not known yet
         self._obstacle: Obstacle | None = None
         self._rows_before: Mapping[int, int] = {}  # the current request, or else the last
+        self._raised: Sequence[RunPosition] = ()  # the ranks that it raised on
         self._entries: list[Entry] = []
 
     # ---- queries
@@ -694,7 +695,7 @@ class Session:
     def _open(self, work: RankTask, pending: PendingReplies, mark: TraceMark, interrupts: CountInterrupts) -> Request:
         """Register the request just sent as the one under way, and return it."""
         request = Request(work, pending, mark)
-        self._rows_before = mark.num_rows
+        self._rows_before, self._raised = mark.num_rows, ()
         request.interrupts = interrupts
         request.watch = RequestWaiter(
             self.cluster,
@@ -771,7 +772,8 @@ class Session:
         Between requests: where ranks did not agree in the last one.
         """
         if request is None or request.state != "running" or request.dead:
-            return parted(self._since(self._rows_before), [*self._signalled()])
+            raised = self._raised if request is None else _raised_on(request.pending)
+            return parted(self._since(self._rows_before), [*raised, *self._signalled()])
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
@@ -860,6 +862,7 @@ class Session:
         if not outcome.failures and not outcome.given_up:
             self._entries.append(self._completed(request, outcome.results))
             return self._with_missed(request, request.work.finish(outcome.results, request.listener))
+        self._raised = _raised_on(request.pending)
         error = self._settle(outcome, request)
         request.work.fail(request.listener)
         raise error
@@ -1029,11 +1032,22 @@ def _raised(pending: PendingReplies, rank: int) -> str:
     return f"{error.ename}: {error.evalue}" if isinstance(error, RankError) else ""
 
 
+def _raised_on(pending: PendingReplies) -> list[RunPosition]:
+    """Return the ranks that have ended a request by an error, with its line."""
+    errors = {rank: _raised(pending, rank) for rank in pending.ranks}
+    return [
+        RunPosition(rank=rank, state=RunState.FAILED, reason=reason, frames=_raised_at(pending, rank))
+        for rank, reason in errors.items()
+        if reason
+    ]
+
+
 def _raised_at(pending: PendingReplies, rank: int) -> tuple[str, ...]:
     """Return the line of the cell or script in which a rank's error was raised, as a call; empty if it is unknown."""
     error = pending.error(rank)
-    line = error.line if isinstance(error, RankError) else None
-    return () if line is None else (f"{error.script or 'cell'}:{line}",)
+    if not isinstance(error, RankError) or error.line is None:
+        return ()
+    return (f"{error.script or 'cell'}:{error.line}",)
 
 
 def _unit_at_work(newest: np.void, raised_in: int) -> int:

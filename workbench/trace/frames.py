@@ -54,8 +54,8 @@ def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
         frames: the rank's calls, the innermost last.
         others: those of the other rank.
     """
-    first, second = ([found for found in map(_FRAME.match, each) if found] for each in (frames, others))
-    first, second = _from_common(first, second), _from_common(second, first)
+    parsed = [[found for found in map(_FRAME.match, each) if found] for each in (frames, others)]
+    first, second = _from_common(*parsed), _from_common(*reversed(parsed))
     for depth, (mine, theirs) in enumerate(zip(first, second, strict=False), 1):
         if _function(mine) != _function(theirs):
             return None
