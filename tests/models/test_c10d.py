@@ -177,9 +177,9 @@ def test_a_collective_ends_when_it_ends_not_when_it_is_waited_for():
 
 @pytest.mark.parametrize("error", ["", "Connection closed by peer"])
 def test_a_call_that_failed_has_no_end(error, monkeypatch):
-    recorder, watch, future = Recorder(Header()), c10d_calls.CollectiveWatch(), torch.futures.Future()
+    recorder, watch, future = Recorder(Header()), c10d.CollectiveWatch(), torch.futures.Future()
     monkeypatch.setattr(probe, "active", recorder)
-    call = c10d_calls.Call(Kind.ALL_REDUCE, -1, 4, None, is_async=True, on_device=False)
+    call = c10d.Call(Kind.ALL_REDUCE, -1, 4, None, is_async=True, on_device=False)
     work = OfFuture()
     work._future = future
     watch.issued(call, work)
