@@ -72,9 +72,9 @@ class Failing:
         self._wrap(patches, owner, name, watcher, **options)
 
     def guarded(self, patches, original, watcher, where, **options):
-        def failing(call, *args, **kwargs):
+        def failing(*args, **kwargs):
             if self._how == "after":
-                watcher(call, *args, **kwargs)
+                yield from watcher(*args, **kwargs)
             raise ZeroDivisionError("of ours")
 
         fails = self._how != "missing" and self._is_next(where)
@@ -187,33 +187,62 @@ def patched():
 
 
 def test_a_function_is_watched_until_that_is_undone(patched):
-    said = patched(lambda original, value: -original(value))
-    assert (Owner.call(3), said) == (-3, [])
+    seen = []
+
+    def watcher(value):
+        seen.extend((value, (yield)))
+
+    said = patched(watcher)
+    assert (Owner.call(3), seen, said) == (3, [3, 3], [])
+
+
+def test_a_watcher_may_see_a_part_of_the_calls_and_replace_arguments(patched):
+    def watcher(value):
+        if value > 1:
+            yield (7,)
+
+    said = patched(watcher)
+    assert (Owner.call(1), Owner.call(3), said) == (1, 7, [])
 
 
 def test_the_originals_own_error_is_passed_on_and_no_failure(patched):
-    said = patched(lambda original, value: original(value))
-    with pytest.raises(LookupError):
-        Owner.call(-1)
-    assert said == []
+    left = []
 
-
-def test_the_originals_own_error_is_passed_on_also_if_the_watcher_fails_after_it(patched):
-    def watcher(original, value):
+    def watcher(value):
         try:
-            return original(value)
+            yield
+            left.append("not reached")
+        finally:
+            left.append(value)
+
+    said = patched(watcher)
+    with pytest.raises(LookupError) as raised:
+        Owner.call(-1)
+    assert (left, said, raised.value.__context__) == ([-1], [], None)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_the_originals_own_error_is_passed_on_also_if_the_watcher_fails(patched, is_before):
+    def watcher(value):
+        try:
+            assert not is_before
+            yield
         finally:
             raise KeyError("ours")
 
     said = patched(watcher)
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError) as raised:
         Owner.call(-1)
-    assert len(said) == 1
+    assert (len(said), raised.value.__context__) == (1, None)
 
 
 @pytest.mark.parametrize("error", [StepAborted("abort"), KeyboardInterrupt(), SystemExit(3)])
-def test_what_the_workbench_raises_into_a_step_on_purpose_is_passed_on(patched, error):
-    def watcher(original, value):
+@pytest.mark.parametrize("is_before", [True, False])
+def test_what_the_workbench_raises_into_a_step_on_purpose_is_passed_on(patched, error, is_before):
+    def watcher(value):
+        if is_before:
+            raise error
+        yield
         raise error
 
     said = patched(watcher)
@@ -226,9 +255,9 @@ def test_an_error_of_the_programs_own_signal_handler_is_passed_on(patched):
     def handler(*_):
         raise TimeoutError("the program's own")
 
-    def watcher(original, value):
+    def watcher(value):
         os.kill(os.getpid(), signal.SIGUSR1)
-        return original(value)
+        yield
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -244,13 +273,11 @@ def test_what_a_watcher_would_see_after_another_one_failed_within_its_call_is_le
     said, seen = [], []
     patches = Patches("calls are", said.append)
 
-    def failing(original):
+    def failing():
         raise KeyError("ours")
 
-    def outer(original):
-        result = original()
-        seen.append(result)
-        return result
+    def outer():
+        seen.append((yield))
 
     inner = patches.guarded(lambda: 5, failing, "inner")
     assert patches.guarded(inner, outer, "outer")() == 5

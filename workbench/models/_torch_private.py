@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.engine.module_names import clean
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 
 T = TypeVar("T")
 
@@ -94,11 +94,11 @@ class CallObserver(Protocol):
     def fills(self, call: Any, outputs: Sequence[torch.Tensor]) -> None:  # noqa: ANN401 - what begin returned
         """Receive the tensors that a functional collective fills, if the call was made without hooks."""
 
-    def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
-        """Call ``original(work, ...)``, which waits for a work."""
+    def wait(self, work: AnyWork, *args: Any, **kwargs: Any) -> Watching:  # noqa: ANN401
+        """Watch a wait for a work."""
 
-    def wait_for_tensor(self, original: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
-        """Call ``original(tensor)``, which waits for the functional collective that fills it."""
+    def wait_for_tensor(self, tensor: torch.Tensor) -> Watching:
+        """Watch a wait for the functional collective that fills a tensor."""
 
 
 HAS_HOOKS = hasattr(dist.ProcessGroup, "register_pre_hook")
@@ -171,8 +171,8 @@ def observe_calls(observer: CallObserver, changes: Patches) -> None:
 def at_first_group(patches: Patches, begin: Callable[[int, int], object]) -> None:
     """Call ``begin`` with this process's rank and the number of ranks when it makes its first process group."""
 
-    def named(original: Callable[..., Any], group: dist.ProcessGroup, name: Any) -> None:  # noqa: ANN401 - a GroupName
-        original(group, name)
+    def named(group: dist.ProcessGroup, name: Any) -> Watching:  # noqa: ANN401 - a GroupName
+        yield
         patches.undo()
         begin(group.rank(), group.size())
         group._set_group_name(name)  # again: whatever watches since then hooks a group when it gets its name
@@ -191,12 +191,12 @@ def _wrap_calls(observer: CallObserver, changes: Patches) -> None:
                 _wrap_operator(namespace, name, _calling(observer, kind), changes)
 
 
-def _observe_tensor_waits(wait: Callable[..., Any], changes: Patches) -> None:
-    """Let ``wait(original, tensor)`` wait for what functional collectives return; no work is told for it."""
+def _observe_tensor_waits(wait: Callable[..., Watching], changes: Patches) -> None:
+    """Let ``wait(tensor)`` watch the waits for what functional collectives return; no work is told for them."""
     _wrap_operator(torch.ops._c10d_functional, "wait_tensor", wait, changes)
 
 
-def _wrap_operator(namespace: Any, name: str, watcher: Callable[..., Any], changes: Patches) -> None:  # noqa: ANN401
+def _wrap_operator(namespace: Any, name: str, watcher: Callable[..., Watching], changes: Patches) -> None:  # noqa: ANN401
     original = getattr(namespace, name)
     changes.replace(namespace, name, _Operator(original, changes.guarded(original, watcher, f"torch.ops.{name}")))
 
@@ -220,13 +220,13 @@ def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return () if known is None else tuple(known)
 
 
-def _hook_new(observer: CallObserver, changes: Patches) -> Callable[..., Any]:
+def _hook_new(observer: CallObserver, changes: Patches) -> Callable[..., Watching]:
     """Every new group gets a name: hook it then, before its first call; the engine's own groups need no hooks."""
 
-    def named(original: Callable[..., Any], group: dist.ProcessGroup, name: str) -> Any:  # noqa: ANN401
+    def named(group: dist.ProcessGroup, name: str) -> Watching:
         if not name.startswith(OWN):
             _hook(group, observer, changes)
-        return original(group, name)
+        yield
 
     return named
 
@@ -251,17 +251,15 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver, changes: Patches) ->
 
 def _reporting(
     observer: CallObserver, kind: Kind, outputs: int, inputs: int, *, names_peer: bool = True
-) -> Callable[..., Any]:
-    def call(original: Callable[..., Any], group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+) -> Callable[..., Watching]:
+    def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Watching:  # noqa: ANN401
         tensors = Tensors(_tensors(args[outputs : outputs + inputs]), _tensors(args[:outputs]))
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
         numbers = [getattr(each, "rootRank", each) for each in options]  # its options, or the number alone
         root = next((each for each in numbers if type(each) is int), -1) if names_peer else -1
         one = observer.begin(group, kind, tensors, is_async=is_async, root=root)
-        work = original(group, *args, **kwargs)
-        observer.issued(one, work)
-        return work
+        observer.issued(one, (yield))
 
     return call
 
@@ -294,20 +292,19 @@ class _Operator:
         return getattr(self._original, name)
 
 
-def _calling(observer: CallObserver, kind: Kind) -> Callable[..., Any]:
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def _calling(observer: CallObserver, kind: Kind) -> Callable[..., Watching]:
+    def call(*args: Any, **kwargs: Any) -> Watching:  # noqa: ANN401
         given, name = _tensors(args[:1]), kwargs.get("group_name", args[-1])
         if not given or not isinstance(name, str):
-            return original(*args, **kwargs)
+            return
         group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
         gathered = given * group.size() if kind is Kind.ALL_GATHER else ()
         root = kwargs.get("src", args[1] if len(args) > 1 else -1) if kind.info.has_root else -1
         one = observer.begin(group, kind, Tensors(given, gathered), is_async=True, root=root)
-        result = original(*args, **kwargs)
+        result = yield
         if one is not None:
             observer.issued(one, FunctionalWork())
             observer.fills(one, tuple(_flat(result)))
-        return result
 
     return call
 

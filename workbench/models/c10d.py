@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,7 @@ from workbench.engine.backends.async_work import has_failed
 from workbench.engine.process_groups import OWN
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 from workbench.models._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
-
-T = TypeVar("T")
+from workbench.models.patches import Watching
 
 active: CollectiveWatch | None = None
 """The watch in force, from :meth:`workbench.models.Watch.begin` to its end."""
@@ -205,37 +204,29 @@ class CollectiveWatch:
             with suppress(RuntimeError):  # this transport has no futures
                 work.get_future().add_done_callback(lambda future: _note_end(call, future))
 
-    def wait(self, original: Callable[..., T], work: AnyWork, *args: Any, **kwargs: Any) -> T:  # noqa: ANN401
-        """Wait for a work; announce the wait, and the end of its call."""
+    def wait(self, work: AnyWork, *_: Any, **__: Any) -> Watching:  # noqa: ANN401
+        """Watch a wait for a work: announce it, and the end of its call."""
         call = self._in_flight.get(work) or self._ended.pop(work, None)
-        if call is None:
-            return original(work, *args, **kwargs)
-        self._forget_memory(call)
-        return self._wait(lambda: original(work, *args, **kwargs), call, work)
+        if call is not None:
+            yield from self._wait(call, work)
 
-    def wait_for_tensor(self, original: Callable[[torch.Tensor], T], tensor: torch.Tensor) -> T:
-        """Wait for the functional collective that fills a tensor; announce the wait, and the end of the call."""
+    def wait_for_tensor(self, tensor: torch.Tensor) -> Watching:
+        """Watch a wait for the functional collective that fills a tensor: announce it, and the end of the call."""
         call = self._filling.get(tensor.data_ptr())
-        if call is None:
-            return original(tensor)
-        self._forget_memory(call)
-        work = next((work for work, own in self._in_flight.items() if own is call), None)
-        return self._wait(lambda: original(tensor), call, work)
+        if call is not None:
+            yield from self._wait(call, next((work for work, own in self._in_flight.items() if own is call), None))
 
-    def _forget_memory(self, call: Call) -> None:
+    def _wait(self, call: Call, work: AnyWork | None) -> Watching:
         for address in call.addresses:
             self._filling.pop(address, None)
-
-    def _wait(self, original: Callable[[], T], call: Call, work: AnyWork | None) -> T:
         probe.event(Kind.WAIT, Edge.BEGIN, call.unit, 0, call.comm)
-        done = original()
+        yield
         probe.event(Kind.WAIT, Edge.END, call.unit, 0, call.comm)
         if work is not None and self._in_flight.pop(work, None) is not None:
             (self._announce_late_end if call.is_async else self._announce_end)(call)
         then, self.after_wait = self.after_wait, None
         if then is not None:
             then()
-        return done
 
     def settle(self, *, is_last: bool = False) -> None:
         """Announce the ends of asynchronous calls that have ended meanwhile; callable from any thread.

@@ -6,11 +6,11 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from traceback import extract_tb, walk_tb
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ from workbench.errors import WorkbenchError
 
 _DELIBERATE = (WorkbenchError, StepAborted, CollectiveFailed, RanksDisagreeError)
 """Exceptions that a probe raises into a step on purpose, such as an abort."""
+
+Watching: TypeAlias = Generator[Any, Any, None]
+"""The watcher of one call: it runs up to its ``yield`` before the original, receives the result there, and goes on.
+
+If it yields arguments, they replace the caller's. What follows the ``yield`` does not run if the original fails, or the
+patches are taken off within it.
+"""
 
 
 def complain(sentence: str) -> None:
@@ -62,15 +69,15 @@ class Patches:
             self.fail("the inside", error)
 
     def wrap(
-        self, owner: type | ModuleType, name: str, watcher: Callable[..., Any], *, if_probed: bool = False
+        self, owner: type | ModuleType, name: str, watcher: Callable[..., Watching], *, if_probed: bool = False
     ) -> None:
-        """Replace ``owner.name`` with a function that calls ``watcher(original, *args)``.
+        """Let ``watcher(*args)`` watch the calls of ``owner.name``.
 
         Args:
             owner: a class or module; without such a function, nothing of the kind is watched.
             name: a function of it.
-            watcher: what is called; it calls ``original`` once.
-            if_probed: while there is no probe, call the original instead.
+            watcher: called with the arguments of each call.
+            if_probed: while there is no probe, call the original alone.
         """
         original, where = getattr(owner, name, None), f"{owner.__name__.rpartition('.')[2]}.{name}"
         if original is None:
@@ -85,26 +92,33 @@ class Patches:
             setattr(owner, name, replacement)
 
     def guarded(
-        self, original: Callable[..., Any], watcher: Callable[..., Any], where: str, *, if_probed: bool = False
+        self, original: Callable[..., Any], watcher: Callable[..., Watching], where: str, *, if_probed: bool = False
     ) -> Callable[..., Any]:
-        """Return a function that calls ``watcher(original, *args)``, or the original alone once the watcher failed."""
+        """Return the original, watched by ``watcher(*args)`` until that fails."""
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
             if self.is_off or (if_probed and probe.active is None):
                 return original(*args, **kwargs)
-            call = _Call(self, original)
+            watching: Watching | None = None
             try:
-                return watcher(call, *args, **kwargs)
-            except _TakenOffError:
-                return call.result
-            except Exception as error:
-                if error is call.error or _is_deliberate(error):
-                    raise
+                watching = watcher(*args, **kwargs)
+                args = next(watching, ()) or args
+            except Exception as error:  # noqa: BLE001 - the program goes on, whatever it is
                 self.fail(where, error)
-            if call.error is not None:
-                raise call.error
-            return call.result if call.is_done else original(*args, **kwargs)
+            goes_on = False
+            try:
+                result = original(*args, **kwargs)
+                goes_on = not self.is_off
+                return result
+            finally:
+                try:
+                    if watching is not None:
+                        watching.send(result) if goes_on else watching.close()
+                except StopIteration:
+                    pass
+                except Exception as error:  # noqa: BLE001 - as above
+                    self.fail(where, error)
 
         return replacement
 
@@ -115,15 +129,15 @@ class Patches:
             if not self.is_off:
                 try:
                     run(*args)
-                except Exception as error:
-                    if _is_deliberate(error):
-                        raise
+                except Exception as error:  # noqa: BLE001 - the program goes on, whatever it is
                     self.fail(where, error)
 
         return hook
 
     def fail(self, where: str, error: Exception) -> None:
-        """Say that watching ``where`` failed, and take all patches off."""
+        """Say that watching ``where`` failed, and take all patches off; raise an error meant for the program."""
+        if _is_deliberate(error):
+            raise error
         *_, at = extract_tb(error.__traceback__)
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         self._take_off(
@@ -146,33 +160,6 @@ class Patches:
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)
-
-
-class _TakenOffError(BaseException):
-    """The patches were taken off while the original ran: what its watcher would see afterwards is left out."""
-
-
-class _Call:
-    """One call of an original by its watcher."""
-
-    __slots__ = ("_original", "_patches", "error", "is_done", "result")
-
-    def __init__(self, patches: Patches, original: Callable[..., Any]) -> None:
-        self._patches, self._original = patches, original
-        self.error: BaseException | None = None
-        self.result: Any = None
-        self.is_done = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-        try:
-            self.result = self._original(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        self.is_done = True
-        if self._patches.is_off:
-            raise _TakenOffError
-        return self.result
 
 
 def _is_deliberate(error: Exception) -> bool:

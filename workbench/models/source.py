@@ -17,12 +17,11 @@ from workbench.engine.module_names import names_below
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.models.c10d import CollectiveWatch
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel
 from workbench.models.sharded_model import Optimizers, ShardedModel, UnitLayout
 from workbench.protocol.commands import Shard
 
-Original = Callable[..., Any]
 Group = TypeVar("Group")
 
 
@@ -228,34 +227,31 @@ class TorchUnits(ABC, Generic[Group]):
     # ---- backward
 
     @staticmethod
-    def _begin_backward(known: WatchedUnit, run: Callable[[], Any]) -> Any:  # noqa: ANN401 - as the original
-        """Call ``run``, which unshards a unit for its backward, and announce that the backward begins."""
+    def _begin_backward(known: WatchedUnit) -> Watching:
+        """Watch a call that unshards a unit for its backward: announce that the backward begins."""
         probe.phase(Phase.PRE_BACKWARD)
-        result = run()
+        yield
         probe.phase(Phase.BACKWARD)
         known.in_backward = True
         probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
-        return result
 
-    def _finish_backward(self, known: WatchedUnit, nbytes: Callable[[], int], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Announce that the backward of a unit ends, and call ``run``, which reshards it and reduces its gradients."""
+    def _finish_backward(self, known: WatchedUnit, nbytes: Callable[[], int]) -> Watching:
+        """Watch a call that reshards a unit and reduces its gradients: announce that its backward ends."""
         if known.in_backward:
             known.in_backward = False
             probe.event(Kind.BACKWARD, Edge.END, known.index)
         probe.phase(Phase.POST_BACKWARD)
         known.set_grads(nbytes())
         with self._collectives.within(known.index):
-            result = run()
+            yield
         if known.grads_nbytes:  # not reduced: there are no others
             known.set_grads(nbytes())
-        return result
 
     @staticmethod
-    def _end_of_backward(original: Original, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-        """Call the function that ends the backward of a whole model."""
-        result = original(*args, **kwargs)
+    def _end_of_backward(*_: Any, **__: Any) -> Watching:  # noqa: ANN401 - as the original
+        """Watch the function that ends the backward of a whole model."""
+        yield
         probe.phase(Phase.IDLE)
-        return result
 
 
 class WatchedModel(ShardedModel, Generic[Group]):

@@ -37,7 +37,7 @@ from workbench.events import (
 )
 from workbench.models import _torch_private as _torch
 from workbench.models.c10d import count, holds
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.models.sharded_model import (
     Averaged,
     Casts,
@@ -48,7 +48,7 @@ from workbench.models.sharded_model import (
     average_over,
     join,
 )
-from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit, drop
+from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit, drop
 
 
 class DataParallelUnits(TorchUnits[DistributedDataParallel]):
@@ -160,20 +160,19 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         known = self._known_of(unit)
         return None if known is None or self._patches.is_off else known.num_backwards
 
-    def _forward(self, original: Original, model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
         known = self._of(model)
         if torch.is_grad_enabled():
             known.is_synced = model.require_backward_grad_sync
         probe.phase(Phase.FORWARD)
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
         with self._collectives.within(known.index):  # buffers are broadcast
-            result = original(model, *args, **kwargs)
+            result = yield
         probe.event(Kind.FORWARD, Edge.END, known.index)
         begun = _Backward(self, model, known, self._patches)
         for output in _torch.tensors_in(result):
             if output.requires_grad:
                 output.register_hook(self._patches.hook(begun, "gradients of DistributedDataParallel's outputs"))
-        return result
 
     def _of(self, model: DistributedDataParallel) -> WatchedUnit:
         known = self._known.get(model)
@@ -202,11 +201,10 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         probe.phase(Phase.IDLE)
         self._count_grads(model, known)
 
-    def _finalize(self, original: Original, model: DistributedDataParallel) -> Any:
-        result = original(model)
+    def _finalize(self, model: DistributedDataParallel) -> Watching:
+        yield
         self._collectives.settle()
         self._count_grads(model, self._of(model))
-        return result
 
     @staticmethod
     def _count_grads(model: DistributedDataParallel, known: WatchedUnit) -> None:

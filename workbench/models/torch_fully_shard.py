@@ -29,7 +29,7 @@ from workbench.events import C10D, ENGINES, TORCH_FULLY_SHARD, Category, Edge, K
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
 from workbench.models.c10d import count, holds
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel, dtype_of
 from workbench.models.sharded_model import (
     Casts,
@@ -41,7 +41,7 @@ from workbench.models.sharded_model import (
     join,
     take_setters,
 )
-from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit
+from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 from workbench.protocol.commands import Shard
 from workbench.protocol.policy import FULLY_SHARD, PrecisionNames
 
@@ -146,30 +146,29 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     # ---- forward
 
-    def _pre_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
+    def _pre_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if _torch.is_in_forward(group):  # another module of the same unit
-            return original(group, *args, **kwargs)
+            return
         known = self._refreshed(group, self._of(group))  # torch decides on the policy at the first forward
         probe.phase(Phase.FORWARD)
-        result = original(group, *args, **kwargs)
+        yield
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
-        return result
 
-    def _post_forward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
+    def _post_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         probe.event(Kind.FORWARD, Edge.END, self._of(group).index)
-        return original(group, *args, **kwargs)
+        yield
 
     # ---- full parameters
 
-    def _unshard(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
+    def _unshard(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if not _torch.will_unshard(group):
-            return original(group, *args, **kwargs)
+            return
         known = self._of(group)
         probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
         with self._collectives.within(known.index):
-            return original(group, *args, **kwargs)
+            yield
 
-    def _all_gather(self, original: Original, *args: Any, **kwargs: Any) -> Any:
+    def _all_gather(self, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
         known = self._known_of(unit)
         nbytes = 0 if known is None else known.full_nbytes // known.unit.shard_size
@@ -182,19 +181,18 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
 
         self._collectives.before_issue = copied_in
-        return original(*args, **kwargs)
+        yield
 
-    def _wait_for_unshard(self, original: Original, group: ParamGroup) -> Any:
+    def _wait_for_unshard(self, group: ParamGroup) -> Watching:
         if not _torch.is_gathering(group):
-            return original(group)
+            return
         known = self._of(group)
         with self._collectives.within(known.index):
-            result = original(group)
+            yield
         known.hold_full()  # one rank gathers nothing
         probe.event(Kind.UNSHARD, Edge.END, known.index)
-        return result
 
-    def _copy_out(self, original: Original, gathered: Any, *args: Any, **kwargs: Any) -> Any:
+    def _copy_out(self, gathered: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
         known = self._known_of(unit)
         nbytes = 0 if known is None else known.full_nbytes
@@ -208,37 +206,32 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             self._collectives.after_wait = begin
         else:
             begin()
-        result = original(gathered, *args, **kwargs)
+        yield
         probe.event(Kind.COPY_OUT, Edge.END, unit, nbytes)
-        return result
 
-    def _reshard(self, original: Original, group: ParamGroup) -> Any:
+    def _reshard(self, group: ParamGroup) -> Watching:
         known = self._known.get(group)
         if known is None or not known.holds_full:
-            return original(group)
+            return
         probe.event(Kind.RESHARD, Edge.INSTANT, known.index)
-        result = original(group)
+        yield
         if not _torch.keeps_full(group):
             known.free_full()
-        return result
 
     # ---- backward
 
-    def _pre_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
-        if _torch.is_in_backward(group):
-            return original(group, *args, **kwargs)
-        return self._begin_backward(self._of(group), lambda: original(group, *args, **kwargs))
+    def _pre_backward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
+        if not _torch.is_in_backward(group):
+            yield from self._begin_backward(self._of(group))
 
-    def _post_backward(self, original: Original, group: ParamGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._finish_backward(
-            self._of(group), lambda: _torch.full_grads_nbytes(group), lambda: original(group, *args, **kwargs)
-        )
+    def _post_backward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
+        return self._finish_backward(self._of(group), lambda: _torch.full_grads_nbytes(group))
 
-    def _reduce(self, original: Original, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def _reduce(self, params: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
         known = self._known_of(unit)
         if known is None:
-            return original(params, grads, *args, **kwargs)
+            return
         padded = sum(math.prod(param.padded_sharded_param_size) for param in params) * known.unit.shard_size
         nbytes = padded * known.unit.reduce_itemsize
         probe.event(Kind.COPY_IN, Edge.BEGIN, unit, nbytes)
@@ -253,7 +246,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
 
         self._collectives.before_issue = copied_in
-        result = original(params, grads, *args, **kwargs)
+        yield
         if self._collectives.before_issue is copied_in:  # one rank, or one of several copies: no reduce-scatter
             self._collectives.before_issue = None
             known.set_grads(0)
@@ -261,7 +254,6 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         for output in outputs:
             count(output, None)
         self._count_sharded_grads(params, unit)
-        return result
 
     @staticmethod
     def _count_sharded_grads(params: Any, unit: int) -> None:

@@ -39,7 +39,7 @@ from workbench.events import (
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import Handle, Tensors
 from workbench.models.c10d import count, holds
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel, dtype_of, warnings_in_plain_words
 from workbench.models.sharded_model import (
     Casts,
@@ -50,7 +50,7 @@ from workbench.models.sharded_model import (
     join,
     take_calls_of_a_wrapper,
 )
-from workbench.models.source import Original, TorchUnits, UnitPlace, WatchedModel, WatchedUnit
+from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 from workbench.protocol.commands import Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES, PrecisionNames
 
@@ -167,62 +167,57 @@ class FlatParamUnits(TorchUnits[Handle]):
 
     # ---- forward
 
-    def _pre_forward(self, original: Original, wrapper: Any, handle: Handle | None, *args: Any) -> Any:
+    def _pre_forward(self, wrapper: Any, handle: Handle | None, *_: Any) -> Watching:
         if handle is None or _torch.is_recomputing(handle):
-            return original(wrapper, handle, *args)
+            return
         if handle not in self._known:  # the root is the first to run
             self.note([wrapper])
         known = self._known[handle]
         probe.phase(Phase.FORWARD)
-        result = original(wrapper, handle, *args)
+        yield
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
-        return result
 
-    def _post_forward(self, original: Original, wrapper: Any, handle: Handle | None, *args: Any) -> Any:
+    def _post_forward(self, wrapper: Any, handle: Handle | None, *_: Any) -> Watching:
         if handle is not None and not _torch.is_recomputing(handle) and handle in self._known:
             probe.event(Kind.FORWARD, Edge.END, self._known[handle].index)
-        return original(wrapper, handle, *args)
+        yield
 
     # ---- full parameters
 
-    def _unshard(self, original: Original, handle: Handle) -> Any:
+    def _unshard(self, handle: Handle) -> Watching:
         known = self._known.get(handle)
         if known is None or not _torch.will_gather(handle):
-            return original(handle)
+            return
         probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
         known.hold_full()
         with self._collectives.within(known.index):
-            result = original(handle)
+            yield
         probe.event(Kind.UNSHARD, Edge.END, known.index)
-        return result
 
-    def _reshard(self, original: Original, handle: Handle, free_unsharded_flat_param: bool) -> Any:
+    def _reshard(self, handle: Handle, free_unsharded_flat_param: bool) -> Watching:
         known = self._known.get(handle)
         if known is None or not (free_unsharded_flat_param and known.holds_full):
-            return original(handle, free_unsharded_flat_param)
+            return
         probe.event(Kind.RESHARD, Edge.INSTANT, known.index)
-        result = original(handle, free_unsharded_flat_param)
+        yield
         known.free_full()
-        return result
 
     # ---- backward
 
-    def _pre_backward(self, original: Original, state: Any, module: Any, handle: Handle | None, *args: Any) -> Any:
+    def _pre_backward(self, state: Any, module: Any, handle: Handle | None, *_: Any) -> Watching:
         known = None if handle is None else self._known.get(handle)
-        if handle is None or known is None or _torch.has_begun_backward(handle):
-            return original(state, module, handle, *args)
-        return self._begin_backward(known, lambda: original(state, module, handle, *args))
+        if handle is not None and known is not None and not _torch.has_begun_backward(handle):
+            yield from self._begin_backward(known)
 
-    def _post_backward(self, original: Original, state: Any, handle: Handle, *args: Any) -> Any:
+    def _post_backward(self, state: Any, handle: Handle, *_: Any) -> Watching:
+        known = self._known.get(handle)
+        if known is not None:
+            yield from self._finish_backward(known, lambda: _grad_nbytes(handle))
+
+    def _reduce(self, state: Any, handle: Handle) -> Watching:
         known = self._known.get(handle)
         if known is None:
-            return original(state, handle, *args)
-        return self._finish_backward(known, lambda: _grad_nbytes(handle), lambda: original(state, handle, *args))
-
-    def _reduce(self, original: Original, state: Any, handle: Handle) -> Any:
-        known = self._known.get(handle)
-        if known is None:
-            return original(state, handle)
+            return
         grad = _torch.flat_grad_of(handle)
 
         def issued(kind: Kind, tensors: Tensors) -> None:
@@ -230,14 +225,13 @@ class FlatParamUnits(TorchUnits[Handle]):
             self._count_buffers(known, grad, tensors)
 
         self._collectives.before_issue = issued
-        result = original(state, handle)
+        yield
         known.set_grads(0)
         saved = _torch.flat_sharded_grad_of(handle)
         if saved is not None:
             counted = holds(saved)
             if counted is None or counted.num_bytes != saved.nbytes:  # it was cast, or reduced in another way
                 count(saved, BufferHandle(Category.SHARDED_GRADS, known.index, saved.nbytes))
-        return result
 
     @staticmethod
     def _count_buffers(known: WatchedUnit, grad: torch.Tensor | None, tensors: Tensors) -> None:

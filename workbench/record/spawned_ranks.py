@@ -13,7 +13,7 @@ import torch.multiprocessing
 
 from workbench.engine.explain import explain
 from workbench.models._torch_private import at_first_group
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.record.launch import Place
 from workbench.record.rank_recording import RankRecording
 from workbench.record.reasons import reason_of
@@ -35,11 +35,10 @@ def record_spawned(recording: RankRecording, folder: Path, options: Options, say
     A process that has a process group is a rank, and those that it starts are not. The patches are returned.
     """
 
-    def start(original: Callable[..., Any], run: Callable[..., object], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if dist.is_initialized():
-            return original(run, *args, **kwargs)
-        recording.discard()
-        return original(SpawnedRank(run, folder, options), *args, **kwargs)
+    def start(run: Callable[..., object], *args: Any, **_: Any) -> Watching:  # noqa: ANN401
+        if not dist.is_initialized():
+            recording.discard()
+            yield SpawnedRank(run, folder, options), *args
 
     patches = Patches("ranks that this process starts are", say)
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
