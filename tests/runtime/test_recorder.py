@@ -177,6 +177,23 @@ def test_events_from_the_garbage_collector_within_an_append_are_kept():
     assert (rows["kind"] == Kind.ALLOC).sum() == 200
 
 
+def test_events_from_the_garbage_collector_within_the_packing_of_others_follow_them(monkeypatch):
+    recorder = Recorder(Header(), capacity=8)
+
+    def collecting(*row):
+        monkeypatch.undo()
+        for _ in range(5):  # more than make a batch
+            recorder.memory(Category.SHARDED_GRADS, 0, 1)
+        ROW.pack_into(*row)
+
+    monkeypatch.setattr("workbench.runtime.recorder._pack_row", collecting)
+    for _ in range(4):  # a batch
+        emit(recorder, Kind.FORWARD, Edge.BEGIN)
+    rows = rows_of(recorder.drain(1))
+    assert rows["seq"].tolist() == list(range(1, 9))
+    assert [Kind(kind) for kind in rows["kind"]] == [Kind.FORWARD] * 3 + [Kind.ALLOC] * 5
+
+
 def test_drains_from_another_thread_lose_nothing():
     recorder = Recorder(Header())
     count, got, done = 20_000, [], threading.Event()

@@ -1,9 +1,10 @@
 """The recording probe of a rank: every event becomes one packed row of the trace.
 
-The ring holds the newest :data:`CAPACITY` rows. An append costs one ``struct.pack_into`` under a re-entrant lock (a
-freed gradient can announce itself from within an append, through the garbage collector) and never reads a tensor's
-data. The key frame is folded from the rows, at a drain or when half a ring has passed without one, so a drain always
-includes the exact state after its last row.
+The ring holds the newest :data:`CAPACITY` rows. An append puts a tuple into a queue: between two parts of a step, whose
+code has left the processor's caches, that takes half as long as packing it under a lock. The rows are packed when they
+are read, or :data:`_BATCH` of them at once, under a re-entrant lock (a freed gradient can announce itself from within,
+through the garbage collector). No tensor's data is read. The key frame is folded from the rows, at a drain or when half
+a ring has passed without one, so a drain always includes the exact state after its last row.
 
 On a device, every event also puts a mark into the current stream. When the device reaches the mark, a second row
 records the time (:attr:`Recorder.device_clock`). The end of a collective is marked where the collective really ends,
@@ -13,11 +14,10 @@ not where compute waits for it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,11 +43,14 @@ from workbench.trace import advance
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, BufferSum, GroupInfo, Header, KeyFrame, RankInfo, Rows
 
 CAPACITY = 2**18
+_BATCH = 4096
 NO_STEP = -1
 _NAN = math.nan
 _LOOK_BACK = 256
 _pack_row, _ROW_BYTES, _now_ns = ROW.pack_into, ROW.size, time.monotonic_ns
-_ALLOC, _FREE, _INSTANT = Kind.ALLOC, Kind.FREE, Edge.INSTANT
+_ALLOC, _FREE, _RESET, _WAIT = Kind.ALLOC, Kind.FREE, Kind.RESET, Kind.WAIT  # looked up once, as an enum takes its time
+_BEGIN, _INSTANT = Edge.BEGIN, Edge.INSTANT
+_NO_COMM = (-1, -1)
 _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 
@@ -132,7 +135,9 @@ class Recorder:
         self.next_step = 0
         self._capacity = capacity
         self._ring = bytearray(capacity * ROW.size)
-        self._seq = itertools.count()
+        self._new: deque[tuple[tuple[float, ...], StreamMark | None]] = deque()  # rows that are not in the ring yet
+        self._batch = min(_BATCH, capacity // 2)
+        self._is_packing = False
         self._lock = threading.RLock()
         self._head = 0
         self._key_frame = KeyFrame()
@@ -168,24 +173,24 @@ class Recorder:
     ) -> None:
         """Record an event."""
         self.ordinal += 1
-        if kind == Kind.RESET and self.is_recording and not self._is_in_work:
-            self._reset_at_rest(unit)
-            return
-        pair = (-1, -1)
+        pair, dtype, root = _NO_COMM, -1, _NAN
         if comm is not None:
             pair = (comm.seq, self._groups.get(comm.group, -1))
-            if pair in self._begun_unrecorded and self.is_recording and kind != Kind.WAIT:
-                self._begun_unrecorded.discard(pair)  # aborted off the record; this is its end
-                return
-        dtype, root = -1, _NAN
-        if comm is not None and edge == Edge.BEGIN and kind != Kind.WAIT:
-            dtype = self._intern(comm.dtype) if comm.dtype else -1
-            root = _NAN if comm.root < 0 else float(comm.root)
+            if kind != _WAIT:
+                if pair in self._begun_unrecorded and self.is_recording:
+                    self._begun_unrecorded.discard(pair)  # aborted off the record; this is its end
+                    return
+                if edge == _BEGIN:
+                    dtype = self._intern(comm.dtype) if comm.dtype else -1
+                    root = _NAN if comm.root < 0 else float(comm.root)
+        elif kind == _RESET and self.is_recording and not self._is_in_work:
+            self._reset_at_rest(unit)
+            return
         if self.device_clock is None:
             self._append(kind, edge, unit, num_bytes, NO_CATEGORY, pair, t_ns, module=dtype, value=root)
         else:
             self._append_marked(kind, edge, unit, num_bytes, comm=pair, module=dtype, value=root)
-        if self.on_issue is not None and edge == Edge.BEGIN and kind in NUMBERED:
+        if self.on_issue is not None and edge == _BEGIN and kind in NUMBERED:
             self.on_issue((kind, unit, num_bytes, pair[1]))
 
     def late_end(self, kind: Kind, unit: int, num_bytes: int, comm: Comm | None, t_ns: int) -> None:
@@ -436,10 +441,11 @@ class Recorder:
         ends = kind in NUMBERED and edge == Edge.END
         mark = (self._ends.pop(comm, None) if ends else None) or clock.mark()
         t_ns = clock.now_ns() if ends else mark.made_ns
-        mark.row = self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=t_ns, module=module, value=value)
+        self._append(kind, edge, unit, num_bytes, comm=comm, t_ns=t_ns, module=module, value=value, mark=mark)
 
     def _take_marks(self, clock: DeviceClock) -> None:
         """Record the marks that the device has reached since the last call; none while off the record."""
+        self._pack()
         for mark in clock.read() if self.is_recording else ():
             stream = self._intern(mark.stream)
             self._append(Kind.DEVICE, Edge.INSTANT, -1, 0, t_ns=mark.t_ns, module=stream, value=float(mark.row))
@@ -451,45 +457,51 @@ class Recorder:
         unit: int,
         num_bytes: int,
         category: int = NO_CATEGORY,
-        comm: tuple[int, int] = (-1, -1),
+        comm: tuple[int, int] = _NO_COMM,
         t_ns: int | None = None,
         *,
         module: int = -1,
         value: float = _NAN,
-    ) -> int:
-        """Record a row and return its number; NOBODYS if it is off the record.
+        mark: StreamMark | None = None,
+    ) -> None:
+        """Record a row; its number becomes the mark's row, NOBODYS if it is off the record.
 
         Every event of a step passes here, so this is the cost of recording: keep name lookups and calls to a minimum.
         """
+        if self._unrecorded is not None:
+            with self._lock:
+                if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
+                    if mark is not None:
+                        mark.row = NOBODYS
+                    return
+        t_ns = _now_ns() if t_ns is None else t_ns
+        at = (t_ns, num_bytes, value, self.step, module, comm[0], unit, comm[1], kind, edge, self._phase, category)
+        self._new.append((at, mark))
+        if len(self._new) >= self._batch:
+            self._pack()
+
+    def _pack(self) -> None:
+        """Number the new rows and pack them into the ring; call it before reading."""
         with self._lock:
-            if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
-                return NOBODYS
-            seq = next(self._seq)
-            _pack_row(
-                self._ring,
-                seq % self._capacity * _ROW_BYTES,
-                seq,
-                _now_ns() if t_ns is None else t_ns,
-                num_bytes,
-                value,
-                self.step,
-                module,
-                comm[0],
-                unit,
-                comm[1],
-                kind,
-                edge,
-                self._phase,
-                category,
-            )
-            if seq >= self._head:  # False if a row was appended within this call
-                self._head = seq + 1
-            if seq >= self._fold_at:
-                self._fold()
-            return seq
+            if self._is_packing:  # an event announced itself within the loop below, which packs it too
+                return
+            self._is_packing = True
+            try:
+                while self._new:
+                    row, mark = self._new.popleft()
+                    seq = self._head
+                    _pack_row(self._ring, seq % self._capacity * _ROW_BYTES, seq, *row)
+                    self._head = seq + 1
+                    if mark is not None:
+                        mark.row = seq
+                    if seq >= self._fold_at:
+                        self._fold()
+            finally:
+                self._is_packing = False
 
     def _fold(self) -> None:
         """Advance the key frame to the newest row, while its rows are still in the ring."""
+        self._pack()
         rows = np.frombuffer(self._copy(self._key_frame.seq, self._head), ROW_DTYPE)
         self._key_frame = advance(self._key_frame, rows)
         self._fold_at = self._key_frame.seq + self._capacity // 2
@@ -522,10 +534,10 @@ class Recorder:
         with self._lock:
             if self.device_clock is not None:
                 self._take_marks(self.device_clock)
+            self._fold()
             first = max(min(next_seq, self._head), self._head - self._capacity)
             lost = max(first - next_seq, 0)
             rows = self._copy(first, self._head)
-            self._fold()
             return DrainedRows(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
 
     @property
@@ -536,6 +548,7 @@ class Recorder:
     def newest(self, count: int) -> Rows:
         """Return the newest rows, at most ``count``, oldest first; thread-safe."""
         with self._lock:
+            self._pack()
             count = min(count, self._head, self._capacity)
             return np.frombuffer(self._copy(self._head - count, self._head), ROW_DTYPE)
 
