@@ -19,7 +19,7 @@ from workbench.events import C10D, UNWATCHED
 from workbench.models._torch_private import HAS_HOOKS
 from workbench.models.c10d import CollectiveWatch
 from workbench.models.engines import Watch
-from workbench.models.patches import Patches
+from workbench.models.patches import RESULT, Patches
 from workbench.replay.collectives import closed_form
 from workbench.replay.units import unseen_words
 from workbench.runtime.loop_steps import LoopSteps
@@ -190,7 +190,7 @@ def test_a_function_is_watched_until_that_is_undone(patched):
     seen = []
 
     def watcher(value):
-        seen.extend((value, (yield)))
+        seen.extend((value, (yield RESULT)))
 
     said = patched(watcher)
     assert (Owner.call(3), seen, said) == (3, [3, 3], [])
@@ -277,7 +277,7 @@ def test_what_a_watcher_would_see_after_another_one_failed_within_its_call_is_le
         raise KeyError("ours")
 
     def outer():
-        seen.append((yield))
+        seen.append((yield RESULT))
 
     inner = patches.guarded(lambda: 5, failing, "inner")
     assert patches.guarded(inner, outer, "outer")() == 5

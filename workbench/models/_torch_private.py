@@ -5,6 +5,7 @@ Each function here has a test in ``tests/models/test_torch_private.py`` that fai
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 from workbench.engine.module_names import clean
 from workbench.engine.process_groups import OWN
 from workbench.events import Kind
-from workbench.models.patches import Patches, Watching
+from workbench.models.patches import RESULT, Patches, Watching
 
 T = TypeVar("T")
 
@@ -64,25 +65,23 @@ class FunctionalWork:
 AnyWork: TypeAlias = Work | FunctionalWork
 
 
-class Tensors(NamedTuple):
-    """Tensors of a collective on this rank; where one tensor is both, it is among the inputs."""
-
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
+Tensors: TypeAlias = Sequence[torch.Tensor]
+"""Inputs or outputs of a collective on this rank; a tensor that is both is among the inputs."""
 
 
 class CallObserver(Protocol):
     """Observer of c10d's calls on this process."""
 
     def begin(
-        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, root: int = -1
+        self, group: dist.ProcessGroup, kind: Kind, inputs: Tensors, outputs: Tensors, *, is_async: bool, root: int = -1
     ) -> object:
         """Receive a call before it is made; return what identifies it. May block or raise: then it is not made.
 
         Args:
             group: its group.
             kind: its kind.
-            tensors: its tensors.
+            inputs: what it sends, or both sends and receives.
+            outputs: what it only receives.
             is_async: whether it is made to return at once.
             root: rank, within the group, that is the source or the destination of the call, or to which this rank sends
                 or from which it receives; -1: unknown or none.
@@ -91,7 +90,7 @@ class CallObserver(Protocol):
     def issued(self, call: Any, work: AnyWork | None) -> None:  # noqa: ANN401 - what begin returned
         """Receive the work of a call that was made; None if c10d returned none."""
 
-    def fills(self, call: Any, outputs: Sequence[torch.Tensor]) -> None:  # noqa: ANN401 - what begin returned
+    def fills(self, call: Any, outputs: Tensors) -> None:  # noqa: ANN401 - what begin returned
         """Receive the tensors that a functional collective fills, if the call was made without hooks."""
 
     def wait(self, work: AnyWork, *args: Any, **kwargs: Any) -> Watching:  # noqa: ANN401
@@ -123,6 +122,12 @@ _BY_HOOK = {
     "GATHER": Kind.GATHER,
     **dict.fromkeys(("SPLIT", "NEW_WINDOW", "UNKNOWN")),  # no collectives
 }
+
+
+@functools.cache  # torch searches all names for that of a member
+def _kind_of_hook(name: Any) -> Kind | None:  # noqa: ANN401 - a HookOpName
+    return _BY_HOOK[name.name]
+
 
 # methods of ProcessGroup: their kind, and how many of their first arguments are (outputs, inputs)
 _BY_METHOD = {
@@ -236,10 +241,11 @@ def _hook(group: dist.ProcessGroup, observer: CallObserver, changes: Patches) ->
     alive = weakref.ref(group)  # the group holds the hooks: with itself in them, it and its threads would never end
 
     def pre(call: Any) -> None:  # noqa: ANN401 - PreHookArgs
-        kind, group = _BY_HOOK[call.name.name], alive()
+        kind, group = _kind_of_hook(call.name), alive()
         if kind is not None and group is not None:
-            tensors = Tensors(call.input_tensors, call.output_tensors)
-            calls[call.op_id] = observer.begin(group, kind, tensors, is_async=call.async_op, root=call.root)
+            calls[call.op_id] = observer.begin(
+                group, kind, call.input_tensors, call.output_tensors, is_async=call.async_op, root=call.root
+            )
 
     def post(call: Any) -> None:  # noqa: ANN401 - PostHookArgs
         if call.op_id in calls:
@@ -253,13 +259,13 @@ def _reporting(
     observer: CallObserver, kind: Kind, outputs: int, inputs: int, *, names_peer: bool = True
 ) -> Callable[..., Watching]:
     def call(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Watching:  # noqa: ANN401
-        tensors = Tensors(_tensors(args[outputs : outputs + inputs]), _tensors(args[:outputs]))
+        given, filled = _tensors(args[outputs : outputs + inputs]), _tensors(args[:outputs])
         options = (*args[outputs + inputs :], *kwargs.values())
         is_async = next((bool(each.asyncOp) for each in options if hasattr(each, "asyncOp")), True)
         numbers = [getattr(each, "rootRank", each) for each in options]  # its options, or the number alone
         root = next((each for each in numbers if type(each) is int), -1) if names_peer else -1
-        one = observer.begin(group, kind, tensors, is_async=is_async, root=root)
-        observer.issued(one, (yield))
+        one = observer.begin(group, kind, given, filled, is_async=is_async, root=root)
+        observer.issued(one, (yield RESULT))
 
     return call
 
@@ -300,8 +306,8 @@ def _calling(observer: CallObserver, kind: Kind) -> Callable[..., Watching]:
         group = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
         gathered = given * group.size() if kind is Kind.ALL_GATHER else ()
         root = kwargs.get("src", args[1] if len(args) > 1 else -1) if kind.info.has_root else -1
-        one = observer.begin(group, kind, Tensors(given, gathered), is_async=True, root=root)
-        result = yield
+        one = observer.begin(group, kind, given, gathered, is_async=True, root=root)
+        result = yield RESULT
         if one is not None:
             observer.issued(one, FunctionalWork())
             observer.fills(one, tuple(_flat(result)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +59,18 @@ class _Group:
     issued: int = 0
 
 
-class _Within:
-    """Context of the calls of a unit; several are entered in each step, and a generator would take twice as long."""
+class Within:
+    """Context in which calls that begin belong to a unit; ``before_issue`` is called with the tensors of each.
+
+    Several are entered in each step, and a generator would take twice as long.
+    """
 
     __slots__ = ("_before", "_inside", "_watch")
 
-    def __init__(self, watch: CollectiveWatch, unit: int, issue: Callable[[Kind, Tensors], None] | None) -> None:
-        self._watch, self._inside = watch, (unit, issue)
+    def __init__(
+        self, watch: CollectiveWatch, unit: int, before_issue: Callable[[Kind, Tensors, Tensors], None] | None = None
+    ) -> None:
+        self._watch, self._inside = watch, (unit, before_issue)
 
     def __enter__(self) -> None:
         watch = self._watch
@@ -82,7 +88,8 @@ class CollectiveWatch:
 
     Attributes:
         unit: index of the unit to which the next calls belong.
-        before_issue: called with the tensors of the next call, after its input is ready and before it is announced.
+        before_issue: called with the kind, inputs and outputs of the next call, after its input is ready and before it
+            is announced.
         after_wait: called once when the next wait has ended.
         is_paused: whether calls that begin are those of the workbench itself, and not announced.
         is_watching: whether calls are seen; False once watching them failed.
@@ -92,7 +99,7 @@ class CollectiveWatch:
 
     def __init__(self) -> None:
         self.unit = probe.NO_UNIT
-        self.before_issue: Callable[[Kind, Tensors], None] | None = None
+        self.before_issue: Callable[[Kind, Tensors, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
         self.is_watching = True
@@ -108,12 +115,8 @@ class CollectiveWatch:
         # asynchronous, ended, and perhaps still to be waited for
         self._ended: weakref.WeakKeyDictionary[AnyWork, Call] = weakref.WeakKeyDictionary()
 
-    def within(self, unit: int, before_issue: Callable[[Kind, Tensors], None] | None = None) -> _Within:
-        """Calls that begin in the body belong to a unit; ``before_issue`` is called with the tensors of each."""
-        return _Within(self, unit, before_issue)
-
     def begin(
-        self, group: dist.ProcessGroup, kind: Kind, tensors: Tensors, *, is_async: bool, root: int = -1
+        self, group: dist.ProcessGroup, kind: Kind, inputs: Tensors, outputs: Tensors, *, is_async: bool, root: int = -1
     ) -> Call | None:
         """Announce that a call begins; if it raises then, it has no end."""
         if probe.active is None or self.is_paused:
@@ -124,31 +127,34 @@ class CollectiveWatch:
         if known.index is None:
             return None
         if self.before_issue is not None:
-            self.before_issue(kind, tensors)
+            self.before_issue(kind, inputs, outputs)
         if self._in_flight:
             self._end_synchronous()
+        if self._in_flight:
             self.settle()
+        num_bytes, on_device, dtypes = 0, False, []
+        for tensor in outputs if kind in _OF_OUTPUTS else inputs:
+            num_bytes += tensor.nbytes
+            on_device = on_device or not tensor.is_cpu
+            dtypes.append(tensor.dtype)
         comm = None
-        paid = tensors.outputs if kind in _OF_OUTPUTS else tensors.inputs
         numbered = self._between(group, kind, root) if kind.info.is_point_to_point else known
         if numbered is not None and numbered.index is not None:
-            dtypes = dict.fromkeys(tensor.dtype for tensor in paid)
             of_group = kind.info.has_root and root >= 0
             comm = Comm(
                 group=numbered.index,
                 seq=numbered.issued,
-                dtype=", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+                dtype=_names_of(*dtypes),
                 root=(ranks_of(group) or range(group.size()))[root] if of_group else -1,
             )
             numbered.issued += 1
-        on_device = any(not tensor.is_cpu for tensor in paid)
-        call = Call(kind, self.unit, sum(tensor.nbytes for tensor in paid), comm, is_async, on_device)
+        call = Call(kind, self.unit, num_bytes, comm, is_async, on_device)
         if HAS_HOOKS and is_async:  # else only a functional collective fills what is waited for by its memory
-            self.fills(call, tensors.outputs or tensors.inputs)  # an all-reduce has only inputs, which it replaces
-        probe.event(kind, Edge.BEGIN, call.unit, call.num_bytes, comm)
+            self.fills(call, outputs or inputs)  # an all-reduce has only inputs, which it replaces
+        probe.event(kind, Edge.BEGIN, self.unit, num_bytes, comm)
         return call
 
-    def fills(self, call: Call | None, outputs: Sequence[torch.Tensor]) -> None:
+    def fills(self, call: Call | None, outputs: Tensors) -> None:
         """Remember the memory that a call fills: a functional collective is waited for by a tensor, or a view of it."""
         if call is None:
             return
@@ -254,8 +260,10 @@ class CollectiveWatch:
 
     def _end_synchronous(self) -> None:
         """Announce the end of a call for which C++ has waited: it was not asynchronous, and the next one begins."""
-        for work in [work for work, call in self._in_flight.items() if not call.is_async]:
-            self._announce_end(self._in_flight.pop(work))
+        for work, call in tuple(self._in_flight.items()):
+            if not call.is_async:
+                del self._in_flight[work]
+                self._announce_end(call)
 
     @staticmethod
     def _announce_end(call: Call) -> None:
@@ -267,6 +275,12 @@ class CollectiveWatch:
         if probe.active is not None:
             ended_ns = time.monotonic_ns() if call.ended_ns is None else call.ended_ns
             probe.active.late_end(call.kind, call.unit, call.num_bytes, call.comm, ended_ns)
+
+
+@functools.cache
+def _names_of(*dtypes: torch.dtype) -> str:
+    """Return the names of some dtypes, each once."""
+    return ", ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _note_end(call: Call, future: Any) -> None:  # noqa: ANN401

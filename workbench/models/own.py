@@ -39,7 +39,7 @@ from workbench.events import (
 )
 from workbench.models import c10d
 from workbench.models._torch_private import Tensors, local_of
-from workbench.models.c10d import count, holds
+from workbench.models.c10d import Within, count, holds
 
 Named = Mapping[str, torch.Tensor] | torch.Tensor
 """Tensors of a unit's parameters by name; the tensor itself where the unit has one parameter."""
@@ -568,8 +568,8 @@ class OwnUnit:
     def _issuing(self, categories: Callable[[Kind], tuple[Category, Category]]) -> Iterator[None]:
         """Attribute collectives of the body to the unit; ``categories`` are the classes of their inputs and outputs."""
 
-        def count_buffers(kind: Kind, tensors: Tensors) -> None:
-            for category, some in zip(categories(kind), (tensors.inputs, tensors.outputs), strict=True):
+        def count_buffers(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
+            for category, some in zip(categories(kind), (inputs, outputs), strict=True):
                 for tensor in some:
                     self._count(tensor, category)
 
@@ -577,7 +577,7 @@ class OwnUnit:
             if c10d.active is None:
                 yield
             else:
-                with c10d.active.within(self.info.index, count_buffers):
+                with Within(c10d.active, self.info.index, count_buffers):
                     yield
 
     def _count(self, tensor: torch.Tensor, category: Category, *, is_final: bool = False) -> None:

@@ -23,11 +23,14 @@ _DELIBERATE = (WorkbenchError, StepAborted, CollectiveFailed, RanksDisagreeError
 """Exceptions that a probe raises into a step on purpose, such as an abort."""
 
 Watching: TypeAlias = Generator[Any, Any, None]
-"""The watcher of one call: it runs up to its ``yield`` before the original, receives the result there, and goes on.
+"""The watcher of one call: it runs up to its ``yield`` before the original, and goes on after it.
 
-If it yields arguments, they replace the caller's. What follows the ``yield`` does not run if the original fails, or the
-patches are taken off within it.
+If it yields arguments, a tuple, they replace the caller's. What follows the ``yield`` does not run if the original
+fails, or the patches are taken off within it.
 """
+
+RESULT = object()
+"""What a watcher yields in order to receive the result of the original, which takes twice as long."""
 
 
 def complain(sentence: str) -> None:
@@ -100,21 +103,26 @@ class Patches:
         def replacement(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
             if self.is_off or (if_probed and probe.active is None):
                 return original(*args, **kwargs)
-            watching: Watching | None = None
+            watching: Any = None
+            wanted: Any = None
             try:
                 watching = watcher(*args, **kwargs)
-                args = next(watching, ()) or args
+                wanted = next(watching, None)
             except Exception as error:  # noqa: BLE001 - the program goes on, whatever it is
                 self.fail(where, error)
             goes_on = False
             try:
-                result = original(*args, **kwargs)
+                result = original(*(wanted if type(wanted) is tuple else args), **kwargs)
                 goes_on = not self.is_off
                 return result
             finally:
                 try:
-                    if watching is not None:
-                        watching.send(result) if goes_on else watching.close()
+                    if goes_on and wanted is RESULT:
+                        watching.send(result)
+                    elif goes_on:
+                        next(watching, None)
+                    elif watching is not None:
+                        watching.close()
                 except StopIteration:
                     pass
                 except Exception as error:  # noqa: BLE001 - as above

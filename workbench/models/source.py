@@ -16,7 +16,7 @@ from workbench.engine import probe
 from workbench.engine.module_names import names_below
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
-from workbench.models.c10d import CollectiveWatch
+from workbench.models.c10d import CollectiveWatch, Within
 from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel
 from workbench.models.sharded_model import Optimizers, ShardedModel, UnitLayout
@@ -107,18 +107,18 @@ class TorchUnits(ABC, Generic[Group]):
     def __init__(self, collectives: CollectiveWatch) -> None:
         self._collectives = collectives
         self._known: weakref.WeakKeyDictionary[Group, WatchedUnit] = weakref.WeakKeyDictionary()
-        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._by_index: dict[int, WatchedUnit] = {}
 
     # ---- Source
 
     def has(self, unit: int) -> bool:
         """Return whether a unit exists."""
-        return unit in self._groups
+        return unit in self._by_index
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return this rank's tensors of a unit's parameters, by name."""
-        group = self._groups.get(unit)
-        return {} if group is None else self._tensors_of(group, self._known[group].unit)
+        found = (self._tensors_of(group, known.unit) for group, known in self._known.items() if known.index == unit)
+        return next(found, {})
 
     @abstractmethod
     def layout_of(self, group: Group) -> UnitLayout:
@@ -173,10 +173,13 @@ class TorchUnits(ABC, Generic[Group]):
             known.unit = unit
             return
         shard_nbytes, full_nbytes = self._nbytes(group, unit)
-        self._groups[unit.index] = group
-        self._known[group] = WatchedUnit(unit, full_nbytes)
+        self._known[group] = self._by_index[unit.index] = WatchedUnit(unit, full_nbytes)
         handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
-        weakref.finalize(group, drop, handle).atexit = False
+        weakref.finalize(group, self._drop, unit.index, handle).atexit = False
+
+    def _drop(self, unit: int, handle: BufferHandle) -> None:
+        """Forget a unit whose group is gone, and let its handle go."""
+        del self._by_index[unit]
 
     def _refreshed(self, group: Group, known: WatchedUnit) -> WatchedUnit:
         """Return what is known of a group; announce its policy if it has changed."""
@@ -220,10 +223,6 @@ class TorchUnits(ABC, Generic[Group]):
         """Return how often gradients were averaged, by unit, of models that have some; empty: it is not counted."""
         return {}
 
-    def _known_of(self, unit: int) -> WatchedUnit | None:
-        group = self._groups.get(unit)
-        return None if group is None else self._known[group]
-
     # ---- backward
 
     @staticmethod
@@ -242,7 +241,7 @@ class TorchUnits(ABC, Generic[Group]):
             probe.event(Kind.BACKWARD, Edge.END, known.index)
         probe.phase(Phase.POST_BACKWARD)
         known.set_grads(nbytes())
-        with self._collectives.within(known.index):
+        with Within(self._collectives, known.index):
             yield
         if known.grads_nbytes:  # not reduced: there are no others
             known.set_grads(nbytes())

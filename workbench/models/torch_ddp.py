@@ -36,8 +36,8 @@ from workbench.events import (
     unit_words,
 )
 from workbench.models import _torch_private as _torch
-from workbench.models.c10d import count, holds
-from workbench.models.patches import Patches, Watching
+from workbench.models.c10d import Within, count, holds
+from workbench.models.patches import RESULT, Patches, Watching
 from workbench.models.sharded_model import (
     Averaged,
     Casts,
@@ -157,7 +157,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     def num_backwards(self, unit: int) -> int | None:
         """Return the number of backwards of a model; None: it is another source's, or they are not watched any more."""
-        known = self._known_of(unit)
+        known = self._by_index.get(unit)
         return None if known is None or self._patches.is_off else known.num_backwards
 
     def _forward(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
@@ -166,8 +166,8 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
             known.is_synced = model.require_backward_grad_sync
         probe.phase(Phase.FORWARD)
         probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
-        with self._collectives.within(known.index):  # buffers are broadcast
-            result = yield
+        with Within(self._collectives, known.index):  # buffers are broadcast
+            result = yield RESULT
         probe.event(Kind.FORWARD, Edge.END, known.index)
         begun = _Backward(self, model, known, self._patches)
         for output in _torch.tensors_in(result):

@@ -28,7 +28,7 @@ from workbench.errors import UsageError
 from workbench.events import C10D, ENGINES, TORCH_FULLY_SHARD, Category, Edge, Kind, Param, ParamTensors, Phase, Unit
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
-from workbench.models.c10d import count, holds
+from workbench.models.c10d import Within, count, holds
 from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel, dtype_of
 from workbench.models.sharded_model import (
@@ -61,7 +61,6 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             changes.wrap(ParamGroup, method, getattr(self, f"_{method}"), if_probed=True)
         changes.wrap(ParamGroup, "_to_sharded", self._reshard, if_probed=True)
         changes.wrap(ParamGroup, "_to_sharded_post_forward", self._reshard, if_probed=True)
-        changes.wrap(_torch.foreach, "foreach_all_gather", self._all_gather, if_probed=True)
         changes.wrap(_torch.foreach, "foreach_all_gather_copy_out", self._copy_out, if_probed=True)
         changes.wrap(_torch.foreach, "foreach_reduce", self._reduce, if_probed=True)
         changes.wrap(State, "_root_post_backward_final_callback", self._end_of_backward, if_probed=True)
@@ -164,37 +163,33 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         if not _torch.will_unshard(group):
             return
         known = self._of(group)
-        probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
-        with self._collectives.within(known.index):
-            yield
+        unit, shards = known.index, known.unit.shard_size
+        nbytes = known.full_nbytes // shards
+        probe.event(Kind.UNSHARD, Edge.BEGIN, unit)
 
-    def _all_gather(self, *_: Any, **__: Any) -> Watching:
-        unit = self._collectives.unit
-        known = self._known_of(unit)
-        nbytes = 0 if known is None else known.full_nbytes // known.unit.shard_size
-        probe.event(Kind.COPY_IN, Edge.BEGIN, unit, nbytes)
-
-        def copied_in(kind: Kind, tensors: Tensors) -> None:
+        def copied_in(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
             self._collectives.before_issue = None
-            for output in tensors.outputs:
+            for output in outputs:
                 count(output, BufferHandle(Category.ALL_GATHER_BUFFERS, unit, output.nbytes))
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
 
-        self._collectives.before_issue = copied_in
-        yield
+        if shards > 1:  # one rank gathers nothing
+            probe.event(Kind.COPY_IN, Edge.BEGIN, unit, nbytes)
+        with Within(self._collectives, unit, copied_in if shards > 1 else None):
+            yield
 
     def _wait_for_unshard(self, group: ParamGroup) -> Watching:
         if not _torch.is_gathering(group):
             return
         known = self._of(group)
-        with self._collectives.within(known.index):
+        with Within(self._collectives, known.index):
             yield
-        known.hold_full()  # one rank gathers nothing
+        known.hold_full()  # one rank has no copy-out
         probe.event(Kind.UNSHARD, Edge.END, known.index)
 
     def _copy_out(self, gathered: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
-        known = self._known_of(unit)
+        known = self._by_index.get(unit)
         nbytes = 0 if known is None else known.full_nbytes
 
         def begin() -> None:
@@ -229,19 +224,19 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     def _reduce(self, params: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
-        known = self._known_of(unit)
+        known = self._by_index.get(unit)
         if known is None:
             return
         padded = sum(math.prod(param.padded_sharded_param_size) for param in params) * known.unit.shard_size
         nbytes = padded * known.unit.reduce_itemsize
         probe.event(Kind.COPY_IN, Edge.BEGIN, unit, nbytes)
-        outputs: list[torch.Tensor] = []
+        reduced: list[torch.Tensor] = []
 
-        def copied_in(kind: Kind, tensors: Tensors) -> None:
+        def copied_in(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
             self._collectives.before_issue = None
-            for tensor in (*tensors.inputs, *tensors.outputs):
+            for tensor in (*inputs, *outputs):
                 count(tensor, BufferHandle(Category.REDUCE_SCATTER_BUFFERS, unit, tensor.nbytes))
-            outputs.extend(tensors.outputs)
+            reduced.extend(outputs)
             known.set_grads(0)
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
 
@@ -251,27 +246,20 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             self._collectives.before_issue = None
             known.set_grads(0)
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
-        for output in outputs:
+        for output in reduced:
             count(output, None)
         self._count_sharded_grads(params, unit)
 
     @staticmethod
     def _count_sharded_grads(params: Any, unit: int) -> None:
         """Count the storages of new gradients, which several parameters share, until the last of them is dropped."""
-        handles: dict[int, BufferHandle] = {}
         for param in params:
-            if param.sharded_param.grad is None:
-                continue
-            local = _torch.local_of(param.sharded_param.grad)
-            known = holds(local)
-            if known is not None and known.is_told:
-                continue
-            storage = local.untyped_storage()
-            address = storage.data_ptr()
-            handle = handles.get(address)
-            if handle is None:
-                handle = handles[address] = BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes())
-            count(local, handle)
+            grad = param.sharded_param.grad
+            if grad is not None:
+                storage = _torch.local_of(grad).untyped_storage()
+                known = holds(storage)
+                if known is None or not known.is_told:
+                    count(storage, BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes()))
 
 
 def _dtypes_of(group: ParamGroup) -> tuple[torch.dtype, torch.dtype]:

@@ -38,7 +38,7 @@ from workbench.events import (
 )
 from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import Handle, Tensors
-from workbench.models.c10d import count, holds
+from workbench.models.c10d import Within, count, holds
 from workbench.models.patches import Patches, Watching
 from workbench.models.plain_model import PlainModel, dtype_of, warnings_in_plain_words
 from workbench.models.sharded_model import (
@@ -190,7 +190,7 @@ class FlatParamUnits(TorchUnits[Handle]):
             return
         probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
         known.hold_full()
-        with self._collectives.within(known.index):
+        with Within(self._collectives, known.index):
             yield
         probe.event(Kind.UNSHARD, Edge.END, known.index)
 
@@ -220,9 +220,9 @@ class FlatParamUnits(TorchUnits[Handle]):
             return
         grad = _torch.flat_grad_of(handle)
 
-        def issued(kind: Kind, tensors: Tensors) -> None:
+        def issued(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
             self._collectives.before_issue = None
-            self._count_buffers(known, grad, tensors)
+            self._count_buffers(known, grad, inputs, outputs)
 
         self._collectives.before_issue = issued
         yield
@@ -234,12 +234,12 @@ class FlatParamUnits(TorchUnits[Handle]):
                 count(saved, BufferHandle(Category.SHARDED_GRADS, known.index, saved.nbytes))
 
     @staticmethod
-    def _count_buffers(known: WatchedUnit, grad: torch.Tensor | None, tensors: Tensors) -> None:
+    def _count_buffers(known: WatchedUnit, grad: torch.Tensor | None, inputs: Tensors, outputs: Tensors) -> None:
         """Count what a reduction allocates: a padded copy of the gradient, unless it is the gradient itself."""
-        for tensor in tensors.inputs:
+        for tensor in inputs:
             if grad is None or tensor.data_ptr() != grad.data_ptr():
                 count(tensor, BufferHandle(Category.REDUCE_SCATTER_BUFFERS, known.index, tensor.nbytes))
-        for tensor in tensors.outputs:
+        for tensor in outputs:
             count(tensor, BufferHandle(Category.SHARDED_GRADS, known.index, tensor.nbytes))
 
 
