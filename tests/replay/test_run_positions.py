@@ -183,6 +183,12 @@ def test_a_rank_that_has_ended_says_why_and_in_which_collective():
     assert (found.pending, found.ending, found.frames) == (None, Ending.SUCCESS, ())
 
 
+def test_a_clock_that_was_set_during_the_run_does_not_change_how_long_ago_it_ended():
+    beat = Heartbeat(t_ns=7 * S, wall_ns=WALL + 3607 * S, event_ns=0)
+    (found,) = at(recording(rank(0, gather(3), last_beat=beat, end=RunEnd(t_ns=8 * S))), 3610)
+    assert found.ago_ns == 2 * S
+
+
 def test_a_wait_that_raised_has_not_ended_though_its_collective_has():
     waits = [gather(3), row(Kind.WAIT, BEGIN, 4, number=4), gather(5, END)]
     (found,) = at(recording(rank(0, *waits, end=RunEnd(t_ns=8 * S, reason="RuntimeError: x"))))

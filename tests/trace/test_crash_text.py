@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workbench.trace.crash_text import crash_end
-from workbench.trace.recording import RunEnd, RunStart
+from workbench.trace.recording import Heartbeat, RunEnd, RunStart
 
 SCRIPT = """
 import os, signal, sys, threading
@@ -41,6 +41,7 @@ else:
     send(name)
 """
 START = RunStart(rank=3, world_size=4, clock="one", t_ns=5, wall_ns=1000)
+ALIVE = Heartbeat(t_ns=7, wall_ns=3000, event_ns=0)  # the clock was set meanwhile
 
 
 def run(folder, name):
@@ -62,12 +63,12 @@ def run(folder, name):
 def test_a_signal_ends_a_process_as_before_and_leaves_its_stack(tmp_path, name, reason):
     assert run(tmp_path, name) == -getattr(signal, name)
     path = tmp_path / "rank3.crash"
-    found = crash_end(path, START)
+    found = crash_end(path, ALIVE)
     if reason is None:
         assert found is None
         return
     frames = (f"{tmp_path / 'train.py'}:28 in <module>", f"{tmp_path / 'train.py'}:7 in send")
-    assert found == RunEnd(t_ns=path.stat().st_mtime_ns - 995, reason=reason, frames=frames)
+    assert found == RunEnd(t_ns=path.stat().st_mtime_ns - ALIVE.wall_ns + 7, reason=reason, frames=frames)
 
 
 @pytest.mark.parametrize(("name", "status"), [("handled", 7), ("child", 0), ("no signal", 0)])

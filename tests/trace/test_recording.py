@@ -5,6 +5,8 @@ import json
 import os
 import random
 import socket
+import sys
+import time
 import zlib
 from contextlib import closing
 from dataclasses import replace
@@ -15,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import any_key_frames, cuttings, example_trace, setups, simulate, traces
+from workbench.clock import clock_here
 from workbench.codec import encode
 from workbench.errors import TraceError
 from workbench.events import COLLECTIVES, Edge, Kind
+from workbench.replay.run_positions import RunState, positions
 from workbench.reports.run_where import where
 from workbench.trace import read_recording, recording
 from workbench.trace.columns import RankTrace, Trace, steps
@@ -1061,3 +1065,16 @@ def test_a_run_is_alive_while_a_rank_that_has_not_ended_writes(tmp_path, end, no
         writer.end(end)
     writer.close()
     assert read(tmp_path).is_alive(10**18 + 10**9 + int(now_s * 1e9)) is is_alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere clocks have no identity of a boot")
+@pytest.mark.parametrize(("ago_s", "set_by_s"), [(0, 3600), (0, -3600), (60, 3600), (60, -3600)])
+def test_a_clock_of_this_machine_that_was_set_ends_and_revives_no_rank(tmp_path, ago_s, set_by_s):
+    t_ns = time.monotonic_ns() - ago_s * 10**9
+    wall_ns = time.time_ns() - (ago_s + set_by_s) * 10**9
+    writer = write(tmp_path, one_rank(), 0, clock=clock_here(), t_ns=t_ns, wall_ns=wall_ns)
+    writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=t_ns, wall_ns=wall_ns, event_ns=t_ns))
+    writer.close()
+    found, now_ns = read(tmp_path), time.time_ns()
+    (position,) = positions(found, now_ns)
+    assert (found.is_alive(now_ns), position.state is RunState.LOST) == (not ago_s, bool(ago_s))

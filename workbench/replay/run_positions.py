@@ -299,11 +299,9 @@ def _last_alive(known: RecordedRank, last_ns: int) -> tuple[int, int]:
         known: of the rank.
         last_ns: time of its last event on its own clock: a sign of life too.
     """
-    if known.end is not None:
-        return known.end.t_ns, known.start.wall_ns + known.end.t_ns - known.start.t_ns
-    sign = known.last_beat or known.start
-    later_ns = max(last_ns - sign.t_ns, 0)
-    return sign.t_ns + later_ns, sign.wall_ns + later_ns
+    sign = known.last_sign
+    t_ns = max(last_ns, sign.t_ns) if known.end is None else known.end.t_ns
+    return t_ns, sign.wall_ns + t_ns - sign.t_ns
 
 
 def _last_time(rows: Rows, known: RecordedRank) -> int:

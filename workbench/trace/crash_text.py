@@ -6,7 +6,7 @@ import re
 import stat
 from pathlib import Path
 
-from workbench.trace.recording import RunEnd, RunStart
+from workbench.trace.recording import Heartbeat, RunEnd, RunStart
 
 CRASH_FILE = "rank{rank}.crash"
 """Name of the file of a rank."""
@@ -32,12 +32,12 @@ def head_of(ident: int) -> str:
     return _HEAD.format(ident=ident)
 
 
-def crash_end(path: Path, start: RunStart) -> RunEnd | None:
+def crash_end(path: Path, alive: RunStart | Heartbeat) -> RunEnd | None:
     """Return how a signal ended a rank's process; None if none did, or if the file cannot be read.
 
     Args:
         path: the rank's file, which need not exist.
-        start: how its recording began.
+        alive: the rank's last sign of life; the clock of the day may have been set since an earlier one.
     """
     try:
         found = path.stat()
@@ -54,4 +54,5 @@ def crash_end(path: Path, start: RunStart) -> RunEnd | None:
     stack = stacks.get(int(main[1], 16), "") if main else ""
     calls = [call.groups() for call in _CALL.finditer(stack)]
     frames = tuple(f"{file}:{line} in {name}" for file, line, name in reversed(calls) if not _NOT_SHOWN.search(file))
-    return RunEnd(t_ns=found.st_mtime_ns - start.wall_ns + start.t_ns, reason=reason, frames=frames)
+    t_ns = max(found.st_mtime_ns - alive.wall_ns, 0) + alive.t_ns
+    return RunEnd(t_ns=t_ns, reason=reason, frames=frames)

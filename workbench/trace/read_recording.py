@@ -11,6 +11,7 @@ import json
 import os
 import re
 import stat
+import sys
 import threading
 import time
 import zlib
@@ -23,6 +24,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from workbench.clock import clock_here
 from workbench.codec import CodecError, decode, defaults
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind, Unit
@@ -54,6 +56,7 @@ from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, K
 
 _NAME = re.compile(r"rank(\d{1,6})\.(\d{4,9})\.rec")
 _T = TypeVar("_T")
+_Sign = TypeVar("_Sign", RunStart, Heartbeat)
 _MEETINGS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL, Kind.BARRIER)
 """Collectives that end on no rank before they have begun on all."""
 
@@ -96,6 +99,11 @@ class RecordedRank:
     offset_ns: int = 0
     process: ProcessState = ""
 
+    @property
+    def last_sign(self) -> RunStart | Heartbeat:
+        """Its last sign of life before the end."""
+        return self.last_beat or self.start
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
@@ -118,8 +126,8 @@ class Recording:
 
     def is_alive(self, now_ns: int) -> bool:
         """Return whether a rank that has not ended wrote until a moment before ``now_ns``, in time of day."""
-        beats = [rank.last_beat or rank.start for rank in self.ranks.values() if rank.end is None]
-        return any(beat.wall_ns > now_ns - ALIVE_NS for beat in beats)
+        signs = [rank.last_sign for rank in self.ranks.values() if rank.end is None]
+        return any(sign.wall_ns > now_ns - ALIVE_NS for sign in signs)
 
 
 def is_recording(folder: Path) -> bool:
@@ -259,25 +267,38 @@ class RecordingReader:
         notes += [f"the run was restarted: its later part is in {each}" for each in later]
         notes += other_units({rank: reader.header for rank, reader in shown.items()}, self._trace.header)
         ends = {
-            rank: reader.end or crash_end(self._folder / CRASH_FILE.format(rank=rank), reader.begun)
+            rank: reader.end or crash_end(self._folder / CRASH_FILE.format(rank=rank), reader.last_sign)
             for rank, reader in shown.items()
         }
+        clock = _WallClock()
         ranks = {
             rank: RecordedRank(
-                start=reader.begun,
+                start=clock.dated(reader.begun, reader.begun),
                 header=reader.header,
                 quiet=tuple(reader.quiet),
-                last_beat=reader.last_beat,
+                last_beat=reader.last_beat and clock.dated(reader.last_beat, reader.begun),
                 end=ends[rank],
                 stop=reader.stop,
                 notes=tuple(reader.own_notes),
                 is_cut=reader.is_cut,
                 offset_ns=self._offsets[rank],
-                process="" if ends[rank] is not None else reader.process(time.time_ns()),
+                process="" if ends[rank] is not None else reader.process(),
             )
             for rank, reader in shown.items()
         }
         return Recording(trace=self._trace, ranks=ranks, notes=tuple(notes))
+
+
+class _WallClock:
+    """This machine's time of day, which may have been set while ranks ran: their other clock is never set."""
+
+    def __init__(self) -> None:
+        self._since_ns = time.time_ns() - time.monotonic_ns()
+        self._clock = clock_here() if sys.platform == "linux" else None  # elsewhere it starts again at each boot
+
+    def dated(self, sign: _Sign, start: RunStart) -> _Sign:
+        """Return a sign of life of a rank of this machine with the time of day that the clock now gives it."""
+        return replace(sign, wall_ns=self._since_ns + sign.t_ns) if start.clock == self._clock else sign
 
 
 def _append(builder: TraceBuilder, new: RankTrace) -> None:
@@ -419,10 +440,14 @@ class _RankReader:
         assert self.start is not None
         return self.start
 
-    def process(self, now_ns: int) -> ProcessState:
-        """Return the state of its process if it wrote nothing for long before ``now_ns``; else empty."""
-        wall_ns = (self.last_beat or self.begun).wall_ns
-        if now_ns - wall_ns <= ALIVE_NS or self.rank not in self.header.info_of:
+    @property
+    def last_sign(self) -> RunStart | Heartbeat:
+        """The last sign of life that the rank wrote."""
+        return self.last_beat or self.begun
+
+    def process(self) -> ProcessState:
+        """Return the state of its process if it is of this machine and wrote nothing for long; else empty."""
+        if time.monotonic_ns() - self.last_sign.t_ns <= ALIVE_NS or self.rank not in self.header.info_of:
             return ""
         return process_state(self.header.info_of[self.rank], self.begun)
 
