@@ -40,7 +40,7 @@ class GroupMembership:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups = groups
         self._show: Callable[[], None] | None = None
-        self._joined_itself = self._left_in_cell = False
+        self._is_script = self._left_in_cell = False
         self._replaced = ExitStack()
 
     def install(self) -> GroupMembership:
@@ -59,13 +59,13 @@ class GroupMembership:
     @contextmanager
     def of_script(self) -> Iterator[None]:
         """Let the body, a script, join the group itself."""
-        before, self._joined_itself = self._joined_itself, False
+        before, self._is_script = self._is_script, True
         self._hide(is_gone=False)
         try:
             yield
         finally:
             self.show()
-            self._joined_itself = before
+            self._is_script = before
 
     def begin_cell(self) -> None:
         """Hide the group from a cell if an earlier one has left it."""
@@ -104,9 +104,8 @@ class GroupMembership:
         """
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         if self._show is None:
-            raise ValueError(_TWICE if self._joined_itself else f"{_TWICE} {_FROM_THE_START}")
+            raise ValueError(_TWICE if self._is_script else f"{_TWICE} {_FROM_THE_START}")
         self._check_fits(given.get("backend"), given.get("world_size", -1), given.get("rank", -1))
-        self._joined_itself = True
         self.show()
 
     def _check_fits(self, backend: object, world_size: int, rank: int) -> None:
