@@ -1,6 +1,7 @@
 """Every collective of a c10d program is an event, on every rank the same, with its bytes and its end."""
 
 import gc
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -445,3 +446,43 @@ def paused():
 
 def test_collectives_of_the_workbench_itself_are_not_announced():
     assert run_ranks(2, paused) == [[Kind.ALL_REDUCE, Kind.WAIT]] * 2
+
+
+class Unfinished:
+    """A work of c10d without futures."""
+
+    def get_future(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        lambda watch, tensor: watch.wait_for_tensor(torch.clone, tensor),
+        lambda watch, _: watch._end_synchronous(),
+        lambda watch, _: watch.abandon(),
+    ],
+    ids=["a wait", "the next call", "the end of watching"],
+)
+def test_another_thread_may_announce_ends_between_any_two_instructions(walk):
+    watch, tensors = c10d.CollectiveWatch(), torch.ones(20).split(1)
+    for tensor in tensors:
+        call = c10d.Call(Kind.ALL_REDUCE, 0, 4, None, is_async=True, on_device=False)
+        watch.fills(call, (tensor,))
+        watch.issued(call, Unfinished())
+    calls = iter(list(watch._in_flight.values()))
+
+    def announce_one(frame, event, _arg):
+        frame.f_trace_opcodes = True
+        if frame.f_code.co_filename == c10d.__file__ and event == "opcode":
+            if (ended := next(calls, None)) is not None:
+                ended.ended_ns = 1
+            watch.settle()
+        return announce_one
+
+    before = sys.gettrace()
+    sys.settrace(announce_one)
+    try:
+        walk(watch, tensors[-1])
+    finally:
+        sys.settrace(before)

@@ -220,7 +220,7 @@ class CollectiveWatch:
         """Watch a wait for the functional collective that fills a tensor: announce it, and the end of the call."""
         call = self._filling.get(tensor.data_ptr())
         if call is not None:
-            yield from self._wait(call, next((work for work, own in self._in_flight.items() if own is call), None))
+            yield from self._wait(call, next((work for work, own in self._flying() if own is call), None))
 
     def _wait(self, call: Call, work: AnyWork | None) -> Watching:
         for address in call.addresses:
@@ -234,24 +234,28 @@ class CollectiveWatch:
         if then is not None:
             then()
 
+    def _flying(self) -> list[tuple[AnyWork, Call]]:
+        """Return the calls in flight and their works; meanwhile another thread may find that some have ended."""
+        return list(self._in_flight.items())
+
     def settle(self, *, is_last: bool = False) -> None:
         """Announce the ends of asynchronous calls that have ended meanwhile; callable from any thread.
 
         Args:
             is_last: do not wait for the transport to tell when one ended that has.
         """
-        for work, call in list(self._in_flight.items()):
-            has_ended = call.ended_ns is not None or (is_last and work.is_completed())
-            if has_ended and self._in_flight.pop(work, None) is not None:
-                self._ended[work] = call
-                if not call.has_failed:
+        for work, call in self._flying():
+            if call.ended_ns is not None or (is_last and work.is_completed()):
+                self._ended[work] = call  # first, so that a wait in another thread always finds it
+                if self._in_flight.pop(work, None) is not None and not call.has_failed:
                     self._announce_late_end(call)
 
     def abandon(self) -> None:
         """Announce the ends of all calls, as nothing is known of them any more, nor of later ones."""
         self.is_watching = False
-        while self._in_flight:
-            self._announce_late_end(self._in_flight.popitem()[1])
+        for work, call in self._flying():
+            if self._in_flight.pop(work, None) is not None:
+                self._announce_late_end(call)
 
     def has_settled(self) -> bool:
         """Announce the ends of calls that have ended; return whether none is in flight."""
@@ -260,9 +264,8 @@ class CollectiveWatch:
 
     def _end_synchronous(self) -> None:
         """Announce the end of a call for which C++ has waited: it was not asynchronous, and the next one begins."""
-        for work, call in tuple(self._in_flight.items()):
-            if not call.is_async:
-                del self._in_flight[work]
+        for work, call in self._flying():
+            if not call.is_async and self._in_flight.pop(work, None) is not None:
                 self._announce_end(call)
 
     @staticmethod
