@@ -458,7 +458,7 @@ class Unfinished:
 @pytest.mark.parametrize(
     "walk",
     [
-        lambda watch, tensor: watch.wait_for_tensor(torch.clone, tensor),
+        lambda watch, tensor: list(watch.wait_for_tensor(tensor)),
         lambda watch, _: watch._end_synchronous(),
         lambda watch, _: watch.abandon(),
     ],
