@@ -288,6 +288,21 @@ def test_a_notebook_that_takes_too_long_is_ended(tmp_path):
     assert found.problem == "cell 1 was running when the notebook had taken 2 s"
 
 
+FLOOD = """
+from IPython.display import display
+for _ in range(3):
+    print("x" * 1000)
+    display({"text/plain": "x" * 1000}, raw=True)
+"""
+
+
+def test_output_that_grading_does_not_need_is_not_kept(tmp_path, monkeypatch):
+    path, kept = saved(tmp_path / "x.ipynb", IMPORT, f"{FLOOD}check('a', same(1, 2))\n'x'"), []
+    monkeypatch.setattr(grade, "_results", lambda notebook, *_: kept.extend(notebook.cells[1].outputs) or ())
+    grade.grade(path)
+    assert [each.output_type for each in kept] == ["display_data", "error"]
+
+
 def test_a_kernel_that_dies_is_named(tmp_path):
     path = saved(tmp_path / "x.ipynb", "import os; os._exit(1)", "check('late', same(1, 1))")
     found = grade.grade(path)

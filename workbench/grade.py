@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeGuard
 import nbformat
 import psutil
 from IPython.core.inputtransformer2 import TransformerManager
+from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
@@ -337,6 +338,18 @@ def _is_same(cell: NotebookNode, other: NotebookNode) -> bool:
 # ---- the run
 
 
+class _Client(NotebookClient):
+    """A client that keeps errors and the records of the course: what else a cell shows may have no end."""
+
+    def output(
+        self, outs: list[NotebookNode], msg: dict[str, Any], display_id: str | None, cell_index: int
+    ) -> NotebookNode | None:
+        """Add the output that a message has, if grading needs it."""
+        if msg["msg_type"] == "error" or {CHECK_MIME, PREDICTION_MIME} & msg["content"].get("data", {}).keys():
+            return super().output(outs, msg, display_id, cell_index)
+        return None
+
+
 def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
     """Run a notebook, which receives the outputs; return why it did not run to its end, or an empty text.
 
@@ -352,11 +365,15 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
         if cell.cell_type == "code":
             begun = cell_index
 
+    async def execute(env: Mapping[str, str]) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # a task that nbclient forgets at a timeout
+        await client.async_execute(env=env)
+
     def run() -> None:
         nonlocal problem
         environment = {**os.environ, UNATTENDED: "1", processes.MARKER: mark}
         try:
-            asyncio.run(client.async_execute(env=environment))
+            asyncio.run(execute(env=environment))
         except CellExecutionError as error:
             problem = f"cell {begun + 1} raised {_error(error.ename, error.evalue)}"
         except CellTimeoutError:
@@ -376,7 +393,7 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
         with (
             CountInterrupts() as interrupts,  # raised at any other line, Ctrl-C would leave the kernel
             processes.adopting_orphans() as brood,
-            notebook_client(notebook, folder, max(int(timeout_s), 1), **options) as client,
+            notebook_client(notebook, folder, max(int(timeout_s), 1), _Client, **options) as client,
         ):
             # in a thread: in the main thread nbclient handles Ctrl-C itself, and leaves the processes of ranks
             threading.Thread(target=run, name="graded notebook").start()

@@ -18,16 +18,23 @@ START_TIMEOUT_S = 300  # of the notebook's kernel
 
 
 @contextmanager
-def notebook_client(notebook: NotebookNode, folder: Path, timeout_s: int, **options: Any) -> Iterator[NotebookClient]:  # noqa: ANN401 - of nbclient
+def notebook_client(
+    notebook: NotebookNode,
+    folder: Path,
+    timeout_s: int,
+    kind: type[NotebookClient] = NotebookClient,
+    **options: Any,  # noqa: ANN401 - of nbclient
+) -> Iterator[NotebookClient]:
     """Make the client that runs ``notebook`` in ``folder``, with a kernel that it starts.
 
     Args:
         notebook: the notebook, which receives the outputs.
         folder: where it runs.
         timeout_s: of each cell.
+        kind: class of the client.
         options: of nbclient's ``NotebookClient``.
     """
-    client = NotebookClient(
+    client = kind(
         notebook,
         timeout=timeout_s,
         startup_timeout=START_TIMEOUT_S,

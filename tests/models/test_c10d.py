@@ -465,7 +465,7 @@ class Unfinished:
     ids=["a wait", "the next call", "the end of watching"],
 )
 def test_another_thread_may_announce_ends_between_any_two_instructions(walk):
-    watch, tensors = c10d.CollectiveWatch(), torch.ones(20).split(1)
+    watch, tensors = c10d.CollectiveWatch(), torch.ones(200).split(1)
     for tensor in tensors:
         call = c10d.Call(Kind.ALL_REDUCE, 0, 4, None, is_async=True, on_device=False)
         watch.fills(call, (tensor,))
