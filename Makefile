@@ -28,11 +28,13 @@ BESIDE := parity against_torch same_script names gradients roots unused_params m
 # with the oldest alone: it differs most from the default, with which all tests run
 OTHER_PARTS := first_iteration inner_losses call checkpoint checkpointing state_dict optimizers meta_init mesh_dims \
   tensor_parallel manual_finalization param_dtypes software
+OLDEST_MODELS := torch_sharding verified_fully_shard verified_wrappers
 CLASSIC := options wrap oracle comm_hooks sharded_grad_scaler state_dict optim_state torch_checkpoint
 OTHER_TESTS := $(patsubst %,tests/engine/test_%.py,$(INSIDE) $(BESIDE)) \
   $(CLASSIC:%=tests/engine/classic/test_%.py) tests/engine/classic/test_tensor_parallel.py::test_it_trains_as_torchs_wrapper \
-  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) tests/models
-OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) 
+  $(patsubst %,tests/runtime/test_%.py,recovery meshes watched) \
+  $(filter-out $(OLDEST_MODELS:%=tests/models/test_%.py),$(wildcard tests/models/test_*.py))
+OLDEST_TESTS := $(OTHER_PARTS:%=tests/engine/test_%.py) $(OLDEST_MODELS:%=tests/models/test_%.py)
 TESTS_OF = $(OTHER_TESTS) $(if $(filter $(firstword $(OTHER_TORCH)),$*),$(OLDEST_TESTS))
 
 CHECKED := tests/trace tests/replay tests/views tests/engine/test_parity.py# what `check` runs: few examples of the laws,
