@@ -323,6 +323,15 @@ def test_step_follows_the_trace_and_ends_complete(trained):
     assert trained.trace.header.units == job.header.units
 
 
+def test_ranks_that_do_not_answer_at_the_end_of_a_command_are_asked_before_the_next_one(wb):
+    wb.fake.silent = {0, 1, 2, 3}  # on a busy machine
+    wb.fake.script["shard"] = gives(SHARD_RESULT)
+    wb.fake.sharded()
+    wb.shard("model", wrap="Block")
+    wb.fake.silent, wb.fake.script["step"] = set(), wb.fake.trains(3)
+    assert wb.step().steps_done == 3
+
+
 def test_do_takes_the_command_itself(trained):
     assert trained.do(Step(count=3)).steps_done == 3
 

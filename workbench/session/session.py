@@ -804,8 +804,8 @@ class Session:
     def _end(self, request: Request) -> dict[int, Position]:
         """Drain the rest of a command now, of a cell in a thread: most cells record nothing, so no one waits."""
         if request.work.is_command:
-            self._take(request, Tick.ENDED)
-            self._catch_up = lambda: None
+            if self._take(request, Tick.ENDED).keys() >= set(self.living()):  # else the next request drains again
+                self._catch_up = lambda: None
         else:
             thread = threading.Thread(target=self.drain, name="workbench: drain", daemon=True)
             self._catch_up = thread.join
