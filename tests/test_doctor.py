@@ -6,8 +6,9 @@ import psutil
 import pytest
 import torch
 
-from workbench import cli, doctor, jupyter_extensions, watch
+from workbench import cli, doctor, jupyter_extensions
 from workbench.doctor import Finding, Verdict
+from workbench.models import c10d
 
 
 def only(findings):
@@ -98,7 +99,7 @@ def test_a_torch_that_cannot_be_loaded(monkeypatch):
 
 @pytest.mark.parametrize("all_are_seen", [True, False])
 def test_which_collectives_are_seen(all_are_seen, monkeypatch):
-    monkeypatch.setattr(watch, "HAS_HOOKS", all_are_seen)
+    monkeypatch.setattr(c10d, "HAS_HOOKS", all_are_seen)
     finding = only(doctor.collectives())
     assert finding.verdict is Verdict.GOOD
     assert ("torch 2.14" in finding.found) is not all_are_seen

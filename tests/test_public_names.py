@@ -9,7 +9,12 @@ import pytest
 from tests.helpers import documents
 from tests.helpers.package_source import sources
 
-PACKAGES = [s.module for s in sources() if s.path.name == "__init__.py" and re.search(r"^__all__ = ", s.text, re.M)]
+PACKAGES = [
+    source.module
+    for source in sources()
+    if (source.path.name == "__init__.py" or len(source.path.parts) == 1)
+    and re.search(r"^__all__ = ", source.text, re.M)
+]
 NOT_FOR_PEOPLE = {"__version__", "load_ipython_extension", "unload_ipython_extension"}  # used by IPython and pip
 
 

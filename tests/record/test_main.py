@@ -184,7 +184,7 @@ def test_a_watcher_that_fails_leaves_the_program_as_it_is_and_the_recording_says
     ended = torchrun("-m", "workbench.record", "--out", folder, script_in(tmp_path, broken), "--lr", "-m", "--out")
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, sorted(without.stdout.splitlines()))
     (sentence,) = {line.partition(": ")[2] for line in ended.stderr.splitlines() if line.startswith("workbench")}
-    why = r"\(TypeError: 'NoneType' object is not callable, at line \d+ of fully_shard\.py\)"
+    why = r"\(TypeError: 'NoneType' object is not callable, at line \d+ of torch_fully_shard\.py\)"
     unseen = r"units of torch's fully_shard are not seen from here on; the program continues"
     assert re.fullmatch(rf"watching FSDPParamGroup\.wait_for_unshard of torch \S+ failed {why}: {unseen}", sentence)
     found = read(folder)

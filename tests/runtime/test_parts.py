@@ -8,7 +8,7 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.booted_ranks import assert_refused, execute, namespace, run
+from tests.helpers.booted_ranks import assert_refused, execute, models_here, namespace, run
 from tests.runtime.test_policies import trace_here
 from workbench import engine
 from workbench.engine import classic
@@ -17,7 +17,6 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.reports.results import sharded_models
 from workbench.runtime import rank as rank_module
-from workbench.runtime import shard_planning
 from workbench.runtime.inspection import inspect
 from workbench.trace.invariants import check
 
@@ -87,8 +86,8 @@ def commanded(api):
     trace = trace_here()
     out["names"] = [(unit.name, [p.fqn for p in unit.params]) for unit in trace.header.units]
     out["rules"] = check(trace)
-    out["status"] = [str(model) for model in sharded_models(trace.header, shard_planning.models())]
-    out["model"] = shard_planning.models()
+    out["status"] = [str(model) for model in sharded_models(trace.header, models_here())]
+    out["model"] = models_here()
     out["verify"] = [execute(Verify()), execute(Verify(model="model"))]
     recorder = rank_module._this_rank().recorder
     out["inspect"] = inspect("encoder.0.weight", recorder).unit, inspect("model.decoder.0.weight", recorder).unit
