@@ -30,7 +30,7 @@ MODELS: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
 """The models of all engines, the workbench's first."""
 
 
-def torchs(api: str) -> type[WatchedModel[Any]]:
+def torch_model(api: str) -> type[WatchedModel[Any]]:
     """Return what ``shard --engine torch`` makes with an API."""
     return next(each for each in WATCHED if each.api == api)
 
