@@ -151,7 +151,8 @@ def _views() -> None:
     newest = int(trace.ranks[0].rows["step"].max())
     assert [row for row in compare(trace, newest) if row.differs] == []
     for view in ("layout", "memory", "comms", "states", "timeline"):
-        assert draw(view, trace).data
+        figure = draw(view, trace)
+        assert figure.data or "torch 2.14 or newer announces them" in figure.to_json()  # which older ones do not
 
 
 def _fault() -> None:
