@@ -341,6 +341,7 @@ def test_where_the_ranks_of_a_request_are():
     assert [each.frames for each in found] == [OWN, OWN[:1]]
     assert [each.state for each in found] == [RunState.WAITS, RunState.SILENT]
     assert (found[0].pending.absent, found[1].pending) == ((1,), None)
+    assert [(each.kind, each.edge) for each in found] == [(Kind.ALL_GATHER, BEGIN), (Kind.FORWARD, BEGIN)]
     found = live_positions(trace, {0: DEADLOCKED_NS - 1, 1: STALLED_NS - 1}, {}, {0: 0, 1: 0}, {})
     assert [each.state for each in found] == [RunState.IN_COLLECTIVE, RunState.RUNS]
     found = live_positions(trace, {}, {0: "", 1: "KeyError: 'lang'"}, {0: 0, 1: 0}, {1: ("train.py:9",)})

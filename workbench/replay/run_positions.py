@@ -233,9 +233,19 @@ def live_positions(
             state = RunState.WAITS if quiet_ns >= DEADLOCKED_NS else RunState.IN_COLLECTIVE
         else:
             state = RunState.SILENT if quiet_ns >= STALLED_NS else RunState.RUNS
-        own = frames.get(part.rank, ())
+        row = call if call is not None else _last_row(part, ~_IS_BESIDE[part.kinds])
         found.append(
-            RunPosition(rank=part.rank, state=state, for_ns=quiet_ns, pending=pending, frames=own, reason=reason)
+            RunPosition(
+                rank=part.rank,
+                state=state,
+                kind=None if row is None else Kind(row["kind"]),
+                edge=Edge.INSTANT if row is None else Edge(row["edge"]),
+                unit=-1 if row is None else int(row["unit"]),
+                for_ns=quiet_ns,
+                pending=pending,
+                frames=frames.get(part.rank, ()),
+                reason=reason,
+            )
         )
     return tuple(found)
 
