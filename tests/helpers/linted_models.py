@@ -21,7 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
@@ -324,6 +325,13 @@ def in_no_unit(ns, engine):
     model = make_net(dim=16)
     prepared(ns, blockwise(model, engine.fully_shard, ignored_params={model.scale}))
     stepped(ns)
+
+
+@case
+def clean_dtensor_beside_torchs_units(ns):
+    model = make_net(dim=16)
+    model.experts = nn.Parameter(distribute_tensor(torch.ones(4), mesh_of(4), [Split(0)]))
+    prepared(ns, blockwise(model, torchs.fully_shard, ignored_params={model.experts}))
 
 
 @with_each_engine
