@@ -27,15 +27,20 @@ def namespace():
 
 
 def prepare(dim=16, clip=None, **options):
-    """Add a model, its optimizer and ``train_step`` to the cells' variables.
+    """Add a model, its optimizer and ``train_step`` to the cells' variables, as :func:`use` does."""
+    return use(make_net(dim=dim, **options), clip)
+
+
+def use(model, clip=None):
+    """Add this model, an optimizer of its trained parameters and ``train_step`` to the cells' variables.
 
     ``clip`` is the norm that gradients are clipped to. Every rank of every test works out again how
     DTensors are clipped.
     """
     ns = namespace()
-    ns["model"] = make_net(dim=dim, **options)
+    ns["model"] = model
     ns["generator"] = torch.Generator().manual_seed(ns["rank"])
-    ns["opt"] = adamw(ns["model"].parameters())
+    ns["opt"] = adamw(param for param in model.parameters() if param.requires_grad)
 
     def train_step():
         tokens = torch.randint(7, (4, 6), generator=ns["generator"])

@@ -13,9 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.booted_ranks import execute, models_here, namespace
+from tests.helpers.booted_ranks import execute, models_here, namespace, use
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
-from tests.helpers.small_models import adamw, loss_of, make_net
+from tests.helpers.small_models import make_net
 from tests.runtime.test_policies import trace_here
 from workbench import engine as ours
 from workbench.engine import classic
@@ -92,26 +92,13 @@ def _frozen() -> nn.Module:
 MODELS = {"plain": _plain, "tied": _tied, "checkpointed": _checkpointed, "compiled": _compiled, "frozen": _frozen}
 
 
-def prepare(engine: str, model: str) -> nn.Module:
+def prepare(engine: str, model: str) -> None:
     """Add a sharded model, its optimizer and ``train_step`` to the cells' variables."""
     ns = namespace()
     plain = MODELS[model]()
     ns["names"] = [clean(name) for name, _ in plain.named_parameters(remove_duplicate=False)]
-    ns["model"] = ENGINES[engine](plain)
-    ns["opt"] = adamw(param for param in ns["model"].parameters() if param.requires_grad)
-    ns["generator"] = torch.Generator().manual_seed(ns["rank"])
-
-    def train_step() -> float:
-        tokens = torch.randint(7, (4, 6), generator=ns["generator"])
-        loss = loss_of(ns["model"], tokens)
-        loss.backward()
-        ns["opt"].step()
-        ns["opt"].zero_grad()
-        return loss.item()
-
-    ns["train_step"] = train_step
+    use(ENGINES[engine](plain))
     rank_module._after_cell(None)
-    return ns["model"]
 
 
 # ---- instruments

@@ -9,7 +9,8 @@ from tests.helpers.booted_ranks import assert_refused, execute, namespace, prepa
 from tests.helpers.small_models import make_net
 from workbench.codec import decode
 from workbench.errors import UsageError
-from workbench.protocol.commands import Lint, Reshard, Shard, ShardReply, Unshard
+from workbench.models.own import OwnParam, OwnUnits
+from workbench.protocol.commands import Lint, Reshard, Shard, ShardReply, Unshard, Verify
 from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import APIS, ENGINES
 from workbench.reports.results import SAYS
@@ -31,7 +32,9 @@ def refusals():
     execute(Shard(model="model", wrap=("Block",)))
     execute(Unshard(model="model"))
     ns["part"] = ns["model"].blocks[0]
-    return [*found, refused(Lint("part"))]
+    found.append(refused(Lint("part")))
+    ns["unit"] = OwnUnits("mine").add("", [OwnParam("w", (4,), torch.ones(2))])
+    return [*found, refused(Lint()), refused(Verify())]
 
 
 def test_a_model_that_is_not_sharded_is_refused_with_what_to_type():
@@ -44,6 +47,8 @@ def test_a_model_that_is_not_sharded_is_refused_with_what_to_type():
                 "'opt' is a AdamW, not a torch.nn.Module",
                 "there is no variable 'missing' on this rank",
                 "'part' is not sharded; shard it first: %fsdp shard part",
+                "no model is sharded (the units that mine announces belong to no known model), so there is nothing",
+                "no model is sharded (the units that mine announces belong to no known model); shard one first",
             ],
         )
 

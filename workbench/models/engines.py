@@ -22,6 +22,7 @@ from workbench.models.source import WatchedModel
 from workbench.models.torch_ddp import ReplicatedModel
 from workbench.models.torch_fully_shard import FullyShardModel
 from workbench.models.torch_wrapper import WrapperModel
+from workbench.protocol.policy import CLASSIC, FULLY_SHARD
 
 WATCHED: tuple[type[WatchedModel[Any]], ...] = (FullyShardModel, WrapperModel, ReplicatedModel)
 """The models of engines that are watched; an engine more is a line here."""
@@ -30,9 +31,11 @@ MODELS: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
 """The models of all engines, the workbench's first."""
 
 
-def torch_model(api: str) -> type[WatchedModel[Any]]:
-    """Return what ``shard --engine torch`` makes with an API."""
-    return next(each for each in WATCHED if each.api == api)
+OF_COMMANDS: Mapping[str, type[FullyShardModel] | type[WrapperModel]] = {
+    FULLY_SHARD: FullyShardModel,
+    CLASSIC: WrapperModel,
+}
+"""What ``shard --engine torch`` makes with each API."""
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -46,7 +49,7 @@ def is_sharded_by_torch(model: nn.Module) -> bool:
 
 
 def fully_shard_of(module: nn.Module) -> Engine | None:
-    """Return the engine whose ``fully_shard`` was called on a module; None: no engine's."""
+    """Return the engine whose ``fully_shard`` was called on a module, or None if none was."""
     classes = ((each.engine, each.module_class) for each in MODELS)
     return next((engine for engine, made in classes if made is not None and isinstance(module, made)), None)
 

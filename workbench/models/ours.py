@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -22,7 +23,7 @@ from workbench.engine.module_names import clean, full_name, named_params, names_
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
-from workbench.events import ENGINES, OWN_ENGINE, ParamTensors
+from workbench.events import ENGINES, OWN_ENGINE, ParamTensors, Unit
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -45,11 +46,22 @@ class WorkbenchModel(ShardedModel):
     wrapper_class = FullyShardedDataParallel
 
     def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self._states = states_below(model)
         self._groups = {unit.index: unit for unit in units_of(self._states)}
-        self._is_classic = api_of(model) == CLASSIC
-        super().__init__(model, [unit.describe_in_model() for unit in self._groups.values()])
-        self._modules = {unit.index: state.modules for state in self._states for unit in units_of([state])}
+
+    @functools.cached_property
+    def units(self) -> Sequence[Unit]:
+        """Its units, in the order of its modules."""
+        return [unit.describe_in_model() for unit in self._groups.values()]
+
+    @functools.cached_property
+    def _is_classic(self) -> bool:
+        return api_of(self.model) == CLASSIC
+
+    @functools.cached_property
+    def _modules(self) -> Mapping[int, tuple[nn.Module, ...]]:
+        return {unit.index: state.modules for state in self._states for unit in units_of([state])}
 
     @classmethod
     def runs(cls, model: nn.Module) -> bool:

@@ -77,22 +77,20 @@ class ShardedModel(ABC):
 
     Args:
         model: the model.
-        units: its units, in the order of its modules.
 
     Attributes:
         engine: what runs it.
-        module_class: what ``fully_shard`` makes of the modules that it is called on, and only these gather in forward;
-            None: it makes nothing of them.
-        wrapper_class: of the modules that wrap others; None: there are none.
+        module_class: the class that ``fully_shard`` gives the modules that it is called on, which alone gather in
+            forward; None if the engine has no such class.
+        wrapper_class: the class of its wrappers around modules of the program; None if it has none.
     """
 
     engine: ClassVar[Engine]
     module_class: ClassVar[type | None] = None
     wrapper_class: ClassVar[type[nn.Module] | None] = None
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.units = units
 
     @classmethod
     @abstractmethod
@@ -117,6 +115,11 @@ class ShardedModel(ABC):
 
     # ---- units
 
+    @property
+    @abstractmethod
+    def units(self) -> Sequence[Unit]:
+        """Its units, in the order of its modules."""
+
     @abstractmethod
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return this rank's tensors of a unit's parameters, by name."""
@@ -126,7 +129,7 @@ class ShardedModel(ABC):
         """Return where a unit is."""
 
     def num_backwards(self, unit: int) -> int | None:
-        """Return how many backwards of a unit were averaged; None: the engine does not count them."""
+        """Return how many backwards of a unit were averaged, or None if the engine does not count them."""
         return None
 
     def replicas(self, unit: int) -> Sequence[int]:
@@ -198,7 +201,7 @@ class ShardedModel(ABC):
         Args:
             module: the unit's.
         """
-        raise NotImplementedError(f"{type(self).__name__} gathers no unit on its own: {type(module).__name__}")
+        raise NotImplementedError(f"{self.engine.name} gathers no unit of its own, such as {type(module).__name__}")
 
     # ---- what the engine does not manage
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -18,9 +17,7 @@ from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.models.c10d import CollectiveWatch, Within
 from workbench.models.patches import Patches, Watching
-from workbench.models.plain_model import PlainModel
-from workbench.models.sharded_model import Optimizers, ShardedModel, UnitLayout
-from workbench.protocol.commands import Shard
+from workbench.models.sharded_model import ShardedModel, UnitLayout
 
 Group = TypeVar("Group")
 
@@ -129,8 +126,9 @@ class TorchUnits(ABC, Generic[Group]):
 
     # ---- descriptions
 
+    @staticmethod
     @abstractmethod
-    def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, Group]]:
+    def groups_below(model: nn.Module) -> Iterator[tuple[str, Group]]:
         """Yield the groups of a model, in the order of its modules, with the paths of their modules."""
 
     @abstractmethod
@@ -153,7 +151,7 @@ class TorchUnits(ABC, Generic[Group]):
         for model in models:
             paths = names_below([model])
             roots: list[tuple[str, int]] = []
-            for path, group in self._groups_below(model):
+            for path, group in self.groups_below(model):
                 known = self._known.get(group)
                 index = next(UNIT_INDICES) if known is None else known.index
                 root = next((top for above, top in roots if not above or path.startswith(f"{above}.")), None)
@@ -216,12 +214,16 @@ class TorchUnits(ABC, Generic[Group]):
 
     def groups_in(self, model: nn.Module) -> list[tuple[Unit, Group]]:
         """Return the units of a model that were announced, in the order of its modules, and what they are to torch."""
-        found = ((self._known.get(group), group) for _, group in self._groups_below(model))
+        found = ((self._known.get(group), group) for _, group in self.groups_below(model))
         return [(known.unit, group) for known, group in found if known is not None]
 
     def backwards(self) -> Mapping[int, int]:
         """Return how often gradients were averaged, by unit, of models that have some; empty: it is not counted."""
         return {}
+
+    def num_backwards(self, group: Group) -> int | None:
+        """Return how many backwards of a unit were averaged, or None if they are not counted."""
+        return None
 
     # ---- backward
 
@@ -257,33 +259,31 @@ class WatchedModel(ShardedModel, Generic[Group]):
     """A model that torch shards: its units are those that a source has announced."""
 
     source_class: ClassVar[type[TorchUnits[Any]]]
-    api: ClassVar[str] = ""
-    """The API of the command that shards with it; empty: none does."""
 
     def __init__(self, model: nn.Module, source: TorchUnits[Any]) -> None:
         found = source.groups_in(model)
-        super().__init__(model, [unit for unit, _ in found])
+        super().__init__(model)
         self._source = source
+        self._units = [unit for unit, _ in found]
         self._groups = {unit.index: group for unit, group in found}
 
     @classmethod
-    def shard(
-        cls, command: Shard, plain: PlainModel, plan: Sequence[Unit], device: torch.device, optimizers: Optimizers
-    ) -> nn.Module:
-        """Return a plain model, sharded; optimizers continue with it.
+    def runs(cls, model: nn.Module) -> bool:
+        """Return whether the engine runs a part of a model."""
+        return any(True for _ in cls.source_class.groups_below(model))
 
-        Args:
-            command: how.
-            plain: what; half changed if this raises.
-            plan: the units that the command makes.
-            device: of this rank.
-            optimizers: those of the model's parameters.
-        """
-        raise NotImplementedError(f"no command shards with {cls.engine.name}: {command.model}")
+    @property
+    def units(self) -> Sequence[Unit]:
+        """Its units, in the order of its modules."""
+        return self._units
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return this rank's tensors of a unit's parameters, by name."""
         return self._source.tensors(unit)
+
+    def num_backwards(self, unit: int) -> int | None:
+        """Return how many backwards of a unit were averaged, or None if they are not counted."""
+        return self._source.num_backwards(self._groups[unit])
 
     def layout_of(self, unit: int) -> UnitLayout:
         """Return where a unit is."""

@@ -69,7 +69,9 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     # ---- descriptions
 
-    def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
+    @staticmethod
+    def groups_below(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
+        """Yield the wrappers of a model, in the order of its modules, with their paths."""
         for path, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 yield clean(path), module
@@ -155,10 +157,9 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
             }
         )
 
-    def num_backwards(self, unit: int) -> int | None:
-        """Return the number of backwards of a model; None: it is another source's, or they are not watched any more."""
-        known = self._by_index.get(unit)
-        return None if known is None or self._patches.is_off else known.num_backwards
+    def num_backwards(self, group: DistributedDataParallel) -> int | None:
+        """Return the number of backwards of a model, or None once they are not watched."""
+        return None if self._patches.is_off else self._known[group].num_backwards
 
     def _forward(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
         known = self._of(model)
@@ -278,14 +279,8 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     wrapper_class = DistributedDataParallel
     source_class = DataParallelUnits
 
-    @classmethod
-    def runs(cls, model: nn.Module) -> bool:
-        """Return whether the engine runs a part of a model."""
-        return any(isinstance(module, DistributedDataParallel) for module in model.modules())
-
     def __init__(self, model: nn.Module, source: DataParallelUnits) -> None:
         super().__init__(model, source)
-        self._counts = source
         self._parts = {path: part for path, part in model.named_modules() if isinstance(part, DistributedDataParallel)}
 
     def check_can_copy(self, name: str, largest: Largest) -> None:
@@ -295,10 +290,6 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
                 f"{name!r} has the mixed_precision of DistributedDataParallel, which verify does not know: use "
                 "torch.autocast in the step, or leave it out"
             )
-
-    def num_backwards(self, unit: int) -> int | None:
-        """Return how many backwards of a unit were averaged; None: they are not watched any more."""
-        return self._counts.num_backwards(unit)
 
     @functools.cached_property
     def paths(self) -> dict[nn.Module, str]:

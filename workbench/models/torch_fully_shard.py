@@ -43,7 +43,7 @@ from workbench.models.sharded_model import (
 )
 from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 from workbench.protocol.commands import Shard
-from workbench.protocol.policy import FULLY_SHARD, PrecisionNames
+from workbench.protocol.policy import PrecisionNames
 
 
 class FullyShardUnits(TorchUnits[ParamGroup]):
@@ -94,7 +94,9 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             for known, param in zip(unit.params, group.fsdp_params, strict=True)
         }
 
-    def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
+    @staticmethod
+    def groups_below(model: nn.Module) -> Iterator[tuple[str, ParamGroup]]:
+        """Yield the groups of a model, in the order of its modules, with the paths of their modules."""
         return _torch.groups_below(model)
 
     def _describe(self, group: ParamGroup, place: UnitPlace) -> Unit:
@@ -301,14 +303,8 @@ class FullyShardModel(WatchedModel[ParamGroup]):
     """A model that torch's ``fully_shard`` shards."""
 
     engine = ENGINES[TORCH_FULLY_SHARD]
-    api = FULLY_SHARD
     module_class = FSDPModule
     source_class = FullyShardUnits
-
-    @classmethod
-    def runs(cls, model: nn.Module) -> bool:
-        """Return whether the engine runs a part of a model."""
-        return any(True for _ in _torch.groups_below(model))
 
     def reshard(self) -> None:
         """Free all full parameters."""

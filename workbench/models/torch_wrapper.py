@@ -52,7 +52,7 @@ from workbench.models.sharded_model import (
 )
 from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 from workbench.protocol.commands import Shard
-from workbench.protocol.policy import CLASSIC, STRATEGIES, PrecisionNames
+from workbench.protocol.policy import STRATEGIES, PrecisionNames
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""
@@ -77,7 +77,9 @@ class FlatParamUnits(TorchUnits[Handle]):
 
     # ---- descriptions
 
-    def _groups_below(self, model: nn.Module) -> Iterator[tuple[str, Handle]]:
+    @staticmethod
+    def groups_below(model: nn.Module) -> Iterator[tuple[str, Handle]]:
+        """Yield the handles of a model, in the order of its modules, with the paths of their modules."""
         return _torch.handles_below(model)
 
     def _describe(self, group: Handle, place: UnitPlace) -> Unit:
@@ -351,14 +353,8 @@ class WrapperModel(WatchedModel[Handle]):
     """A model in torch's ``FullyShardedDataParallel``."""
 
     engine = ENGINES[TORCH_CLASSIC]
-    api = CLASSIC
     wrapper_class = FullyShardedDataParallel
     source_class = FlatParamUnits
-
-    @classmethod
-    def runs(cls, model: nn.Module) -> bool:
-        """Return whether the engine runs a part of a model."""
-        return any(True for _ in _torch.handles_below(model))
 
     def __init__(self, model: nn.Module, source: FlatParamUnits) -> None:
         super().__init__(model, source)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -238,9 +239,7 @@ def live_positions(
             RunPosition(
                 rank=part.rank,
                 state=state,
-                kind=None if row is None else Kind(row["kind"]),
-                edge=Edge.INSTANT if row is None else Edge(row["edge"]),
-                unit=-1 if row is None else int(row["unit"]),
+                **_event_of(row),
                 for_ns=quiet_ns,
                 pending=pending,
                 frames=frames.get(part.rank, ()),
@@ -288,9 +287,7 @@ def _position(
         rank=rank_trace.rank,
         state=state,
         step=-1 if row is None else int(row["step"]),
-        kind=None if row is None else Kind(row["kind"]),
-        edge=Edge.INSTANT if row is None else Edge(row["edge"]),
-        unit=-1 if row is None else int(row["unit"]),
+        **_event_of(row),
         for_ns=for_ns,
         pending=None if state in (RunState.ENDED, RunState.UNRECORDED) else pending,
         reason="" if known.end is None else known.end.reason,
@@ -300,6 +297,13 @@ def _position(
         ended_ns=at_ns - known.offset_ns if is_over else None,
         ago_ns=max(now_wall_ns - wall_ns, 0) if is_over else 0,
     )
+
+
+def _event_of(row: np.void | None) -> dict[str, Any]:
+    """Return what a row says of an event, as fields of a position."""
+    if row is None:
+        return {}
+    return {"kind": Kind(row["kind"]), "edge": Edge(row["edge"]), "unit": int(row["unit"])}
 
 
 def _last_alive(known: RecordedRank, last_ns: int) -> tuple[int, int]:

@@ -38,18 +38,16 @@ def lint(command: Lint, rank: RankContext) -> LintReply:
         raise UsageError(
             f"{command.model!r} is not sharded; shard it first: %fsdp shard {command.model}"
             if command.model
-            else f"no model is sharded, so there is nothing to lint{own_units_words(rank.recorder)}; shard one first: "
+            else f"no model is sharded{own_units_words(rank.recorder)}, so there is nothing to lint; shard one first: "
             "%fsdp shard MODEL"
         )
     return checked(sharded, rank)
 
 
 def own_units_words(recorder: Recorder) -> str:
-    """Return a part of a sentence about units that a program announces itself; empty: there are none."""
-    own = {unit.engine for unit in recorder.header.units if unit.in_use} - {"", *ENGINES}
-    return (
-        f": an FSDP of your own ({', '.join(sorted(own))}) announces units, but no model that it knows" if own else ""
-    )
+    """Return a remark on units that a program announces itself, or nothing if there are none."""
+    own = sorted({unit.engine for unit in recorder.header.units if unit.in_use} - {"", *ENGINES})
+    return f" (the units that {', '.join(own)} announces belong to no known model)" if own else ""
 
 
 def sharded_models(name: str = "") -> dict[str, nn.Module]:

@@ -31,7 +31,7 @@ from workbench.engine.reshard import origins
 from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
-from workbench.models.engines import torch_model
+from workbench.models.engines import OF_COMMANDS
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES, TORCH, WORKBENCH, PrecisionNames
@@ -216,7 +216,7 @@ def _made(
                 params=tuple(params),
                 shard_size=size,
                 replicate_size=copies,
-                engine=torch_model(command.api).engine.name if command.engine == TORCH else "",
+                engine=OF_COMMANDS[command.api].engine.name if command.engine == TORCH else "",
                 **policy,
             )
         )

@@ -37,7 +37,7 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.events import unit_words
-from workbench.models.engines import WATCHED, torch_model
+from workbench.models.engines import OF_COMMANDS, WATCHED
 from workbench.models.ours import api_of, check_one_api
 from workbench.models.plain_model import PlainModel, unchanged_on_error
 from workbench.protocol.breakpoints import chosen_units
@@ -146,7 +146,7 @@ def _shard_by_torch(command: Shard, rank: RankContext, plain: PlainModel) -> Sha
     left_out = [size for size in sizes if set(size.names) & ignored]
     optimizers = optimizers_of(plain.model)
     with unchanged_on_error(plain.model, optimizers):
-        model = torch_model(command.api).shard(command, plain, plan, rank.groups.device, optimizers)
+        model = OF_COMMANDS[command.api].shard(command, plain, plan, rank.groups.device, optimizers)
     rebind(command.model, model)
     rank.watch.note([model])
     units = [unit for each in rank.watch.models_in(model) for unit in each.units]
