@@ -165,7 +165,7 @@ def test_shortened_text_keeps_both_ends(width):
 
 def test_a_figure_carries_its_template_and_changes_no_default():
     before = pio.templates.default
-    fig = theme.figure("A <title>", "word " * 60, height=300, barmode="stack")
+    fig = theme.figure("A <title>", "text " * 60, height=300, barmode="stack")
     assert pio.templates.default == before
     assert fig.layout.template == theme.TEMPLATE
     assert fig.layout.title.text == "A &lt;title&gt;"

@@ -168,6 +168,8 @@ class _Words:
             f"{label(few)} issued {call_words(call, self._units)}{self._line(few)} after {plural(forwards, 'forward')}"
         )
         verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many)}"
+        if call.unit >= 0 and call.kind is Kind.ALL_GATHER:  # before its next forward: not a sign of fewer batches
+            return self.of_calls()
         if call.unit >= 0:
             return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
         have_left = self._have_left_loop(few, many)

@@ -188,6 +188,7 @@ _BESIDE_TITLE = 24  # pixels
 _UNBROKEN = "\u00a0"  # a space at which no line ends
 _TOGETHER = re.compile(rf" (?=·)|(?<=\d) (?=(?:{'|'.join(UNITS)})\b)")
 """Spaces before a dot between two sentences, and between a number and its unit."""
+_WIDE, _NO_WIDTH = re.compile("[mwMW]"), "\u2060"  # letters that take the room of two; counted with each, never drawn
 _FIRST_OF_MANY = 12  # pixels by which the first of several lines is higher than a single one
 
 
@@ -217,8 +218,9 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return plain text in lines of at most ``width`` characters; a number and its unit are in one line."""
-    return textwrap.wrap(_TOGETHER.sub(_UNBROKEN, text), width, break_on_hyphens=False)
+    """Return plain text in lines of at most ``width`` mean characters; a number and its unit are in one line."""
+    counted = _WIDE.sub(rf"\g<0>{_NO_WIDTH}", _TOGETHER.sub(_UNBROKEN, text))
+    return [line.replace(_NO_WIDTH, "") for line in textwrap.wrap(counted, width, break_on_hyphens=False)]
 
 
 def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: object) -> go.Figure:
