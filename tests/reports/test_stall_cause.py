@@ -333,6 +333,13 @@ def test_micro_batches_of_which_one_rank_has_fewer():
     assert found.verdict == "rank 1 issued reduce-scatter of (root) after 1 forward, where rank 0 began forward 2"
 
 
+def test_a_unit_that_one_rank_gathers_before_its_forward_is_no_sign_of_fewer_batches():
+    """The other is in its forward, and gathers another unit there."""
+    found = cause_of(alive(0, forward(1)), alive(1, gather(1)))
+    assert found.rule == "other-collective"
+    assert found.verdict == "rank 1 issued all-gather of blocks.2 where rank 0 issued all-gather of (root)"
+
+
 def test_a_step_in_which_one_rank_has_fewer_micro_batches():
     further, done = row(Kind.FORWARD, Edge.BEGIN, 1, unit=0), row(Kind.OPTIMIZER, Edge.BEGIN, 1)
     found = cause_of(alive(0, *BATCH, done, gather(2, **BARRIER)), alive(1, *BATCH, further, gather(2)))
