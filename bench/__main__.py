@@ -21,7 +21,7 @@ from bench.between_hosts import compare_hosts
 from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, OURS, RECORDED, TORCH, Case
 from bench.compare import Effort, compare, compare_classic, compare_recording, compare_sharding
 from bench.gpu import compare_gpu
-from workbench.devices import DEVICES
+from workbench.base.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")

@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from jupyter_client.session import Session
 
 from bench.stats import median_interval, rotated
+from workbench.base.codec import encode
 from workbench.cluster import Cluster
-from workbench.codec import encode
 from workbench.live.messages import VERSION, GetState, Hello, State, Welcome
 from workbench.panel.client import Client
 from workbench.protocol.commands import RankRequest, Step, to_dict

@@ -10,8 +10,8 @@ import sys
 import pytest
 from packaging.requirements import Requirement
 
+from tests.cli.test_main import RECIPE
 from tests.helpers.package_source import REPO
-from tests.test_cli import RECIPE
 from workbench import INSTALL
 
 HOOK = """
@@ -96,7 +96,7 @@ def bare(tmp_path_factory, metadata):
     return run
 
 
-WORKBENCH = ("-m", "workbench.cli")
+WORKBENCH = ("-m", "workbench.cli.main")
 
 
 def test_a_run_is_recorded_and_explained(bare):
@@ -140,7 +140,7 @@ def test_a_command_that_needs_more_says_so_in_one_sentence(bare, words):
 
 @pytest.mark.parametrize("words", [("where", "none"), ("where", "none", "--json"), ("lint", "none.py")])
 def test_a_text_loads_no_picture(words):
-    program = f"import sys; from workbench.cli import main; main({list(words)!r}); print(*sys.modules)"
+    program = f"import sys; from workbench.cli.main import main; main({list(words)!r}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "numpy" in loaded

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import documents, json_schema
 from tests.helpers.package_source import PACKAGE, REPO, sources
-from workbench.cli import _COMMANDS, main
+from workbench.cli.main import _COMMANDS, main
 from workbench.magics import command_lines
 from workbench.protocol import commands
 from workbench.reports import schema_path

@@ -24,8 +24,8 @@ from tests.helpers.fake_cluster import (
     writes,
 )
 from tests.helpers.waiting import wait_until
+from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output, settle
-from workbench.codec import encode
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState
 from workbench.protocol.rank_messages import CellLine, GiveUp

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
 
 def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes its InteractiveShell
     """``%load_ext workbench``: register the ``%fsdp`` magics."""
-    from workbench.jupyter_extensions import panel_notice  # noqa: PLC0415 - lazy by design
+    from workbench.cli.jupyter_extensions import panel_notice  # noqa: PLC0415 - lazy by design
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
     from workbench.panel import register as register_panel  # noqa: PLC0415 - lazy by design
 

@@ -4,7 +4,7 @@ A *source* of events calls a :class:`Probe`: the workbench's engine is one sourc
 source announces an event *before* it happens. Each word is one row of its enum, with all its properties. Code that
 handles several kinds selects them by these properties, so a new kind needs only its row here. The numbers are those of
 the trace file: they never change, and new ones are appended. After a change, run
-``python -m workbench.generate_front_end`` to update the front end.
+``python -m workbench.cli.generate_front_end`` to update the front end.
 
 Terms: *unit* is one ``fully_shard`` call, *rank* is a process of the training job, *payload* is the logical size of
 a collective (all-gather: its whole output; reduce-scatter: its whole input; all-reduce: one rank's input), not the

@@ -17,6 +17,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 
 import plotly.graph_objects as go
 
+from workbench.base.devices import AUTO
+from workbench.base.text_formats import plural
 from workbench.cluster import Cluster
 from workbench.cluster.attached import AttachTarget
 from workbench.cluster.deferred_interrupts import CountInterrupts
@@ -24,7 +26,6 @@ from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
-from workbench.devices import AUTO
 from workbench.errors import Interrupted, TraceError, UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.export import export
@@ -97,7 +98,6 @@ from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
 from workbench.session.trace_selectors import LAST, opened_with_notes, policies, sides
 from workbench.session.waiter import ASK_S
-from workbench.text_formats import plural
 from workbench.trace.columns import Trace, steps
 from workbench.trace.read_recording import RecordingReader
 from workbench.views import VIEWS, draw
@@ -202,7 +202,7 @@ class Workbench:
 
     Args:
         num_ranks: number of ranks.
-        device: one of :data:`workbench.devices.CHOICES`: ``cpu``, ``cuda`` (one GPU per rank), ...
+        device: one of :data:`workbench.base.devices.CHOICES`: ``cpu``, ``cuda`` (one GPU per rank), ...
         profile: an IPython profile whose ipyparallel configuration applies.
         engines: ipyparallel launcher that starts them: ``ssh``, ``slurm``, ``mpi``, ...; empty: the profile's launcher,
             or without one the fast start on this machine.

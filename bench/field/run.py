@@ -19,7 +19,7 @@ import psutil
 from bench.field.cases import Case, Kind, Moment
 
 ROOT = Path(__file__).resolve().parents[2]
-CLI = "from workbench.cli import main; main()"
+CLI = "from workbench.cli.main import main; main()"
 FOREVER_S = 3600.0
 GONE_S = 12.0  # a process whose files are that old counts as killed
 PAUSE_S = 4.0  # between two questions

@@ -1,4 +1,4 @@
-// Made of workbench/live/messages.py, which describes them, and the words of %fsdp by: python -m workbench.generate_front_end
+// Made of workbench/live/messages.py, which describes them, and the words of %fsdp by: python -m workbench.cli.generate_front_end
 
 export const TARGET = "workbench";
 export const VERSION = 3;

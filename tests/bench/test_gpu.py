@@ -7,7 +7,7 @@ from bench.compare import Effort
 from bench.gpu import compare_gpu
 from bench.processes import RankFailure
 from bench.training import Sample
-from workbench.devices import DEVICES
+from workbench.base.devices import DEVICES
 
 CASE = GPU_CASES["gpu-2ranks"]
 NEEDS = {ALONE: (2, 10), TORCH: (8, 40), OURS: (6, 30)}  # milliseconds, MB

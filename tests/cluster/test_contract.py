@@ -11,8 +11,8 @@ from tests.cluster.conftest import RUNTIME, texts
 from tests.helpers.fake_cluster import FakeCluster, inside, prints
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import PATIENCE_S, wait_until
+from workbench.base.codec import decode, encode
 from workbench.cluster import Cluster
-from workbench.codec import decode, encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import Edge, Kind
 from workbench.protocol.breakpoints import Breakpoint

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workbench.base.codec import decode
+from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.cluster import engine_probe
 from workbench.cluster.rank_assignment import EngineInfo, boots, misfits, seats
-from workbench.codec import decode
 from workbench.errors import UsageError
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 
 HERE = EngineInfo(
     pid=1,

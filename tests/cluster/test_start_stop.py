@@ -21,7 +21,7 @@ import torch
 from tests.cluster.conftest import FOREVER_S, RUNTIME, texts
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import PATIENCE_S, wait_until
-from workbench import ports
+from workbench.base import ports
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.channels import Channels
 from workbench.cluster.pending_replies import PendingReplies
@@ -212,7 +212,7 @@ def test_a_refusal_of_a_rank_at_boot_is_shown_verbatim(make_cluster, monkeypatch
 
 def test_a_device_whose_driver_is_missing_is_refused_before_anything_starts(make_cluster, monkeypatch, private):
     monkeypatch.setattr(local_launch, "Reaper", None)
-    monkeypatch.setattr("workbench.devices.Device.may_be_here", lambda self: not self.driver)
+    monkeypatch.setattr("workbench.base.devices.Device.may_be_here", lambda self: not self.driver)
     with pytest.raises(UsageError, match=r"^2 ranks need 2 cuda devices, but \S+ has 0: use --device cpu$"):
         make_cluster(device="cuda").start()
     assert list(private.iterdir()) == []

@@ -11,11 +11,11 @@ import pytest
 
 from tests.cluster.conftest import RUNTIME, texts
 from tests.helpers.waiting import PATIENCE_S, wait_until
+from workbench.base.devices import DEVICES
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.processes import is_running
 from workbench.cluster.zygote import can_fork
 from workbench.cluster.zygote_cache import KEEPER
-from workbench.devices import DEVICES
 from workbench.errors import ClusterError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")]

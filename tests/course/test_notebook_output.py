@@ -12,11 +12,11 @@ from tests.helpers.own_fsdp import FSDP, source_of
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.student_fsdp import trained
 from tests.helpers.watched import watch
+from workbench.cli.grade import grade
 from workbench.course import counts, from_ranks, nothing_left, only_source, peak, recorded
 from workbench.course import notebook_output as outputs
 from workbench.errors import UsageError
 from workbench.events import Category
-from workbench.grade import grade
 from workbench.replay import memory
 from workbench.reports.results import CellReport
 from workbench.trace import check

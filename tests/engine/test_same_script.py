@@ -17,9 +17,9 @@ from tests.helpers.both_engines import APIS, train_all
 from tests.helpers.forked_ranks import on_one_rank, run_ranks, simulating
 from tests.helpers.unsharded_copy import DIM, blocks, compare, data, shard_each, squares
 from workbench import engine
+from workbench.base.ports import LOOPBACK, reserved_port
 from workbench.engine import fully_shard
 from workbench.events import Kind
-from workbench.ports import LOOPBACK, reserved_port
 
 # ---- modules as objects
 

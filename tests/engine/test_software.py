@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests.helpers import huggingface_models
 from tests.helpers.forked_ranks import run_ranks
 from workbench import engine
-from workbench.ports import LOOPBACK
+from workbench.base.ports import LOOPBACK
 
 NAMES = ("FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "fully_shard")
 pytestmark = [

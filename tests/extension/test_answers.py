@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 
 from tests.helpers import example_answers, widget_cases
-from workbench.codec import decode, encode
+from workbench.base.codec import decode, encode
 from workbench.live.messages import PanelAnswer
 
 

@@ -1,7 +1,7 @@
 """Add a kind of device to the workbench in one place, and start ranks on it from a notebook.
 
-Run as ``python -m tests.helpers.added_device``, with :data:`LINE` inserted in the imported ``workbench/devices.py`` and
-nothing else changed.
+Run as ``python -m tests.helpers.added_device``, with :data:`LINE` inserted in the imported
+``workbench/base/devices.py`` and nothing else changed.
 """
 
 import time

@@ -110,8 +110,8 @@ def check_stops() -> None:
 
 def check_pictures(trace) -> None:
     """Check the views and the live timeline."""
+    from workbench.cli.generate_front_end import EVENTS, programs
     from workbench.events import Kind
-    from workbench.generate_front_end import EVENTS, programs
     from workbench.live.live_spans import RankSpans
     from workbench.live.state_at import describe
     from workbench.views import VIEWS, draw, theme

@@ -9,9 +9,9 @@ from multiprocessing.connection import wait
 import torch
 
 from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
-from workbench.codec import decode, encode
+from workbench.base.codec import decode, encode
+from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.errors import UsageError
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol import commands
 from workbench.protocol.rank_messages import Drain, DrainReply, RecordSummary
 from workbench.protocol.starting import Address, Boot, Connect, HostInfo

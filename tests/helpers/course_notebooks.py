@@ -25,7 +25,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 
 from tests.helpers.package_source import REPO
-from workbench import ports
+from workbench.base import ports
 
 FOLDER = REPO / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

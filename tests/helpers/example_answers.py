@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from tests.helpers.package_source import REPO
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.events import Category
 from workbench.live.messages import (
     VERSION,

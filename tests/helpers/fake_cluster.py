@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 from tests.helpers.trace_strategies import example_trace
+from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Answer, Output, PendingReplies, select, settle
-from workbench.codec import encode
 from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import STOPS, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, split_event

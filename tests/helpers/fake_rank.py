@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from IPython import get_ipython
 
-from workbench.codec import decode, decode_named, encode
+from workbench.base.codec import decode, decode_named, encode
 from workbench.errors import UsageError
 from workbench.protocol.commands import RankRequest
 from workbench.protocol.rank_messages import Locate, Position

@@ -25,9 +25,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.helpers import gpu_ranks, leaks
 from tests.helpers.rank_state import RankState, packed, unpacked
 from tests.helpers.ranks_on_hosts import Seat
+from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.engine import process_groups
 from workbench.engine.backends import tell_host
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 
 TIMEOUT_S = 120.0
 _FORK = multiprocessing.get_context("fork")

@@ -16,9 +16,9 @@ from playwright.sync_api import ConsoleMessage, Page
 
 from tests.helpers.browser import PATIENCE_MS, SHARED
 from tests.helpers.waiting import end, wait_until
-from workbench import ports
-from workbench.cli import lab_command
-from workbench.jupyter_extensions import PANEL
+from workbench.base import ports
+from workbench.cli.jupyter_extensions import PANEL
+from workbench.cli.main import lab_command
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"

@@ -32,7 +32,7 @@ from tests.helpers.booted_ranks import execute, namespace, run
 from tests.helpers.small_models import Block, Net, batch, loss_of, make_net
 from workbench import engine as ours
 from workbench import zoo
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.engine import classic
 from workbench.errors import UsageError
 from workbench.protocol.commands import Lint, Step, Verify, VerifyReply

@@ -27,7 +27,7 @@ MARKERS = "not browser and not cluster and not exhaustive and not thorough"
 ALSO = {
     "workbench/errors.py": ["tests/magics"],
     "workbench/events.py": ["tests/replay"],
-    "workbench/codec.py": ["tests/protocol"],
+    "workbench/base/codec.py": ["tests/protocol"],
     "workbench/replay/": [
         "tests/reports",
         "tests/views/test_comms.py",
@@ -88,10 +88,15 @@ ON_RANKS = ("workbench/engine/", "workbench/runtime/", "workbench/models/", "wor
 MISSED = ("survived", "no tests")
 
 
+_OF_SINGLE_FILES = (Path("tests/base"), Path("tests/cli"))
+"""Folders whose files have nothing to do with each other."""
+
+
 def mirrored(file: str) -> list[str]:
     """Return the tests that should notice a change of ``file``, a path in the repository."""
     path = Path("tests", Path(file).relative_to("workbench"))
-    own = [path.with_name(f"test_{path.name}")] if path.parent == Path("tests") else path.parents
+    is_alone = path.parent in (Path("tests"), *_OF_SINGLE_FILES)
+    own = [path.with_name(f"test_{path.name}")] if is_alone else path.parents
     found = [each.as_posix() for each in own if (REPO / each).exists()]
     return [*found[:1], *(test for begin, tests in ALSO.items() if file.startswith(begin) for test in tests)]
 

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def part(self) -> str:
-        """The first level below the package: ``trace`` for ``trace/file.py``, ``cli.py`` for ``cli.py``."""
+        """The first level below the package: ``trace`` for ``trace/file.py``, ``errors.py`` for ``errors.py``."""
         return self.path.parts[0]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.helpers.network_hosts import find
 from tests.helpers.waiting import wait_until
-from workbench.ports import LOOPBACK, reserved_port
+from workbench.base.ports import LOOPBACK, reserved_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun")
 

@@ -7,7 +7,7 @@ import threading
 
 from tests.helpers.booted_ranks import execute
 from tests.helpers.waiting import PATIENCE_S, eventually
-from workbench.codec import decode, encode
+from workbench.base.codec import decode, encode
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect
 from workbench.protocol.rank_messages import Forget, Job, Locate, RunCell, SetBreakpoints

@@ -6,7 +6,7 @@ from pathlib import Path
 import nbformat
 
 from tests.helpers.course_notebooks import assert_only_solutions_pass, solutions, solved
-from workbench.demo import execute
+from workbench.cli.demo import execute
 
 
 def assert_kept_without_outputs(path: Path) -> None:

@@ -13,29 +13,30 @@ FILES = sorted(path.relative_to(REPO).as_posix() for path in PACKAGE.rglob("*.py
 
 
 def test_every_file_of_the_package_but_the_demo_has_tests_there_are():
-    assert [file for file in FILES if not mirrored(file)] == ["workbench/demo.py"]
+    assert [file for file in FILES if not mirrored(file)] == ["workbench/cli/demo.py"]
     assert all((REPO / test).exists() for file in FILES for test in mirrored(file))
 
 
 def test_tests_are_those_of_the_folder_or_of_the_file():
     assert mirrored("workbench/engine/classic/wrap.py") == ["tests/engine/classic"]
     assert mirrored("workbench/engine/backends/gloo.py") == ["tests/engine"]
-    assert mirrored("workbench/clock.py") == ["tests/test_clock.py"]
+    assert mirrored("workbench/base/clock.py") == ["tests/base/test_clock.py"]
 
 
 def test_tests_of_a_folder_that_reads_its_sentences_are_there_too():
     assert "tests/views/test_comms.py" in mirrored("workbench/replay/collectives.py")
-    assert mirrored("workbench/codec.py") == ["tests/test_codec.py", "tests/protocol"]
+    assert mirrored("workbench/base/codec.py") == ["tests/base/test_codec.py", "tests/protocol"]
 
 
 @pytest.mark.parametrize(
     ("log", "sentence"),
     [
         (
-            "noise\nFAILED tests/test_clock.py::test_now - assert 1 == 2\nERROR tests/test_ports.py\n",
-            "tests fail without any change: tests/test_clock.py::test_now, tests/test_ports.py; log says why\n",
+            "noise\nFAILED tests/base/test_clock.py::test_now - assert 1 == 2\nERROR tests/base/test_ports.py\n",
+            "tests fail without any change: tests/base/test_clock.py::test_now, tests/base/test_ports.py; "
+            "log says why\n",
         ),
-        ("a traceback\n", "mutmut cannot run tests/test_clock.py; log says why\n"),
+        ("a traceback\n", "mutmut cannot run tests/base/test_clock.py; log says why\n"),
     ],
 )
 def test_tests_that_fail_without_any_change_are_named(monkeypatch, tmp_path, capsys, log, sentence):
@@ -47,11 +48,10 @@ def test_tests_that_fail_without_any_change_are_named(monkeypatch, tmp_path, cap
     monkeypatch.setattr(mutants, "copy", lambda: None)
     monkeypatch.setattr(mutants, "COPY", tmp_path)
     monkeypatch.setattr(mutants, "REPO", tmp_path)
-    (tmp_path / "workbench").mkdir()
-    (tmp_path / "workbench" / "clock.py").touch()
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "test_clock.py").touch()
-    assert main(["workbench/clock.py"]) == 2
+    for name in ("workbench/base/clock.py", "tests/base/test_clock.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    assert main(["workbench/base/clock.py"]) == 2
     assert capsys.readouterr().err == sentence
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from tests.helpers.package_source import REPO
+from workbench.base.text_formats import format_bytes, format_duration, format_share
 from workbench.live.packing import COLUMNS, WIDTHS
 from workbench.replay.grouping import label
-from workbench.text_formats import format_bytes, format_duration, format_share
 
 FILE = REPO / "extension" / "tests" / "widgets" / "python_cases.ts"
 

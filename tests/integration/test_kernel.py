@@ -12,7 +12,7 @@ from tests.helpers.ctrl_c import TOGETHER
 from tests.helpers.notebook_model import CELL
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import wait_until
-from workbench import ports
+from workbench.base import ports
 
 pytestmark = pytest.mark.cluster
 

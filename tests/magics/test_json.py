@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.cli.test_main import record
 from tests.helpers import json_schema
 from tests.helpers.fake_cluster import (
     LINT_RESULT,
@@ -17,9 +18,8 @@ from tests.helpers.fake_cluster import (
     writes,
 )
 from tests.reports.test_inspect_table import FOUND
-from tests.test_cli import record
+from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output
-from workbench.codec import encode
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.magics.command_lines import WORDS, has_json, help_text, parse_line
 from workbench.protocol.commands import Break, Evaluate, Help, Inspect, UnshardReply, VerifyReply

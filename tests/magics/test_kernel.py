@@ -6,7 +6,7 @@ from nbconvert import HTMLExporter
 
 from tests.helpers import json_schema
 from tests.helpers.package_source import REPO
-from workbench.demo import execute
+from workbench.cli.demo import execute
 from workbench.views.theme import PLOTLY_MIME
 
 SETUP = """

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_module
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_faults import make, prepare, report_of, train, verified
 from tests.runtime.test_verify_recipes import SETUP
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
 from workbench.reports.results import SAYS

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.runtime.test_verify_faults import Block, make, report_of
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
 from workbench.reports.results import SAYS

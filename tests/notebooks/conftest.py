@@ -53,7 +53,7 @@ def _run(folder: Path, num_ranks: int) -> DemoRun:
     begin, peak_bytes = time.monotonic(), 0
     with texts[0].open("w") as stdout, texts[1].open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "workbench.cli", "demo", "--out", str(folder)],
+            [sys.executable, "-m", "workbench.cli.main", "demo", "--out", str(folder)],
             env=os.environ | {MARK: mark, "WORKBENCH_RANKS": str(num_ranks)},
             stdout=stdout,
             stderr=stderr,

@@ -8,8 +8,8 @@ import nbformat.v4
 import pytest
 
 from tests.helpers.simulated_job import Setup, simulate
-from workbench import demo
-from workbench.demo import DemoError, communication, heldout_losses, summary
+from workbench.cli import demo
+from workbench.cli.demo import DemoError, communication, heldout_losses, summary
 from workbench.events import Edge, Kind
 from workbench.trace import save
 from workbench.trace.columns import RankTrace, Trace
@@ -61,7 +61,8 @@ UNSTARTED = """
 import socket
 from pathlib import Path
 import nbformat.v4
-from workbench import demo, ports
+from workbench.base import ports
+from workbench.cli import demo
 
 with socket.create_server((ports.LOOPBACK, 0)) as taken:
     settings = ports.of_a_kernel() | {"shell_port": taken.getsockname()[1]}

@@ -8,8 +8,8 @@ import pytest
 from tests.helpers.browser import figures, open_offline
 from tests.helpers.course_notebooks import FOLDER, solutions, solved
 from tests.helpers.replay_recording import RECORDING
-from workbench.demo import execute
-from workbench.notebook_page import to_page
+from workbench.cli.demo import execute
+from workbench.cli.notebook_page import to_page
 
 pytestmark = [pytest.mark.thorough, pytest.mark.browser]
 

@@ -9,7 +9,7 @@ from tests.helpers.browser import figures, open_offline
 from tests.helpers.collective_counts import counts
 from tests.helpers.package_source import REPO
 from tests.helpers.stored_notebook import assert_kept_without_outputs
-from workbench.demo import communication
+from workbench.cli.demo import communication
 from workbench.events import Kind
 from workbench.magics import command_lines
 from workbench.replay import shards, training

@@ -7,7 +7,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 from tests.helpers.package_source import REPO
-from workbench import ports
+from workbench.base import ports
 from workbench.live.messages import TARGET, VERSION
 from workbench.panel.comm_target import MAX_COMMS
 

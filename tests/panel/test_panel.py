@@ -24,7 +24,7 @@ from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
 from tests.panel.conftest import FakeComm
 from tests.replay.test_shards import make_flat, make_unit
-from workbench.codec import decode, encode
+from workbench.base.codec import decode, encode
 from workbench.errors import Interrupted, UsageError
 from workbench.events import Category
 from workbench.live.messages import VERSION, Answer, RestPreview, TrainingSummary

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.command_strategies import commands
-from workbench.codec import CodecError, decode, encode
+from workbench.base.codec import CodecError, decode, encode
 from workbench.events import Edge, Kind, Phase, UnitState
 from workbench.protocol.commands import ON_RANKS, Continue, Evaluate, Next, Reshard, Shard
 from workbench.protocol.rank_messages import REQUESTS, Frame, Position, StepPosition, read_request

@@ -1,6 +1,6 @@
 """Reports of faults."""
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
 from workbench.reports.fault_report import FaultReport
 
 LATE = Fault(rule="late", verdict="rank 1 is late", evidence=("rank 1: 200 ms",), fix="%fsdp explain rank 1")

@@ -1,6 +1,6 @@
 """What ranks find becomes one list: equal faults once, others with their ranks, and comparisons of ranks."""
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
 from workbench.protocol.commands import Lint, Shard, ShardReply
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.reports import lint_report

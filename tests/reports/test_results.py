@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.browser import open_offline
 from tests.helpers.trace_strategies import example_trace
 from tests.views.test_theme import contrast
+from workbench.base.text_formats import ERROR_TEXT
 from workbench.protocol.commands import ON_RANKS, Step, StepReply, Verify, VerifyReply
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.reports.pause_results import EndReport
@@ -29,7 +30,6 @@ from workbench.reports.results import (
     VerifyReport,
     sharded_models,
 )
-from workbench.text_formats import ERROR_TEXT
 from workbench.trace.schema import ClockReading, Header, HostClock
 
 EVIL = "<img src=x onerror=alert(1)>"

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.booted_ranks import assert_refused, drain, execute, namespace, prepare, run
 from tests.helpers.stopped_step import Channel
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.engine import FSDPModule, RanksDisagreeError
 from workbench.events import Category, Edge, Kind
 from workbench.protocol.commands import Shard, ShardReply, Step, Unshard, Verify, VerifyReply

@@ -5,7 +5,7 @@ import os
 import torch.distributed as dist
 
 from tests.helpers.booted_ranks import run
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.runtime import rank as rank_module
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")

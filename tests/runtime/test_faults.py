@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_faults import Block
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Lint, Shard, Step, Verify, VerifyReply
 from workbench.protocol.fault_kinds import KINDS

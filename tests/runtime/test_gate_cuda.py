@@ -15,7 +15,7 @@ from tests.helpers.booted_ranks import boot_of, execute, namespace
 from tests.helpers.package_source import REPO
 from tests.helpers.small_models import Block
 from tests.helpers.stopped_step import Channel, beside
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.protocol.commands import Shard, Step
 from workbench.protocol.starting import Address, Connect
 from workbench.runtime import rank as rank_module

@@ -7,7 +7,7 @@ from torch import nn
 
 from tests.helpers.booted_ranks import assert_refused, execute, namespace, prepare, run
 from tests.helpers.small_models import make_net
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.models.own import OwnParam, OwnUnits
 from workbench.protocol.commands import Lint, Reshard, Shard, ShardReply, Unshard, Verify

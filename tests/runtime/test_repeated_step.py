@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_recipes import RECIPES, SETUP
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.protocol.commands import Step, Verify, VerifyReply
 from workbench.reports.results import SAYS
 from workbench.runtime import rank as rank_module

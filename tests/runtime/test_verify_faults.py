@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.booted_ranks import execute, namespace, run
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.engine import fully_shard
 from workbench.errors import UsageError
 from workbench.protocol.commands import Shard, Step, Verify, VerifyReply

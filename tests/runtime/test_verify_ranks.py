@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_recipes import SETUP
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
 from workbench.reports.results import SAYS

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.helpers.fake_cluster import SHARD_RESULT, step_result
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import (
     ON_RANKS,

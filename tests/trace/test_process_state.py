@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.waiting import wait_until
-from workbench.clock import clock_here
+from workbench.base.clock import clock_here
 from workbench.trace.process_state import process_state
 from workbench.trace.recording import RunStart
 from workbench.trace.schema import RankInfo

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.trace_strategies import any_key_frames, cuttings, example_trace, setups, simulate, traces
-from workbench.clock import clock_here
-from workbench.codec import encode
+from workbench.base.clock import clock_here
+from workbench.base.codec import encode
 from workbench.errors import TraceError
 from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.replay.run_positions import RunState, positions

@@ -10,9 +10,9 @@ import pytest
 from tests.helpers.figure_checks import subtitle, title, words
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_collectives import on_hosts
+from workbench.base.text_formats import format_duration
 from workbench.errors import UsageError
 from workbench.events import GLOO, PER_HOST, Edge, Kind
-from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import BufferSum
 from workbench.views import theme

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.helpers.figure_checks import num_marks, subtitle, title, words
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_shards import make_flat, make_param, make_unit
+from workbench.base.text_formats import plural
 from workbench.errors import UsageError
-from workbench.text_formats import plural
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views.layout import MAX_BARS, layout

@@ -6,12 +6,12 @@ import pytest
 from tests.helpers.figure_checks import subtitle, title, words
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_memory import with_pool
+from workbench.base.text_formats import format_bytes
 from workbench.errors import UsageError
 from workbench.events import Category, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import extent_ns
-from workbench.text_formats import format_bytes
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.keyframe import advance
 from workbench.views import draw, theme

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.trace_strategies import example_trace, setups, simulate
+from workbench.base.text_formats import format_duration, time_unit
 from workbench.errors import UsageError
 from workbench.events import Kind
-from workbench.text_formats import format_duration, time_unit
 from workbench.trace.columns import RankTrace, Trace
 from workbench.views import draw
 from workbench.views.window import window

@@ -20,7 +20,7 @@ from tests.helpers.ipython_shell import ipython_shell
 from tests.helpers.simulated_job import Setup, example_trace, simulate
 from tests.helpers.waiting import wait_until
 from tests.panel.conftest import FakeComm
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.errors import UsageError
 from workbench.events import MOVES, Edge, Kind
 from workbench.live.long_poll import IDLE_S, LongPoll, RateLimit, mark

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.timeline_page import open_page
+from workbench.base.text_formats import format_bytes, format_duration
 from workbench.events import Kind
-from workbench.text_formats import format_bytes, format_duration
 from workbench.views import theme
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]

@@ -29,12 +29,12 @@ import ipyparallel
 import zmq
 from ipyparallel.error import RemoteError
 
+from workbench.base.codec import decode
 from workbench.cluster.child_output import ChildOutput
 from workbench.cluster.controller_heartbeat import GRACE_S, HeartbeatMonitor, end_when_alone, end_with_main_thread
 from workbench.cluster.host_liveness import HostMonitor
 from workbench.cluster.pending_replies import Answer, Output, OutputKind, settle
 from workbench.cluster.remote_errors import let_go, render, report, undisturbed, user_line
-from workbench.codec import decode
 from workbench.errors import ClusterError, RankError, UsageError, printable, shortened
 from workbench.protocol.starting import Address
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from workbench.base.codec import decode, encode
 from workbench.cluster._ipyparallel import HOLD, INTERRUPT, REQUEST, SILENT, Exchange, Wire
 from workbench.cluster.pending_replies import Answer, PendingReplies, settle
-from workbench.codec import decode, encode
 from workbench.errors import ClusterError
 from workbench.protocol.commands import RankRequest
 from workbench.protocol.starting import World

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from workbench.base.codec import decode, encode
+from workbench.base.devices import AUTO, CHOICES, HOST
 from workbench.cluster import engine_probe
 from workbench.cluster._ipyparallel import INSTALL, Wire
 from workbench.cluster.attached import AttachedEngines, AttachTarget, holder_here, is_gone
@@ -27,8 +29,6 @@ from workbench.cluster.local_launch import LocalLaunch
 from workbench.cluster.pending_replies import PendingReplies, ranks_in_words, select
 from workbench.cluster.rank_assignment import EngineInfo, boots, lookouts, misfits, seats
 from workbench.cluster.release_ranks import free, late
-from workbench.codec import decode, encode
-from workbench.devices import AUTO, CHOICES, HOST
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, RankRequest
 from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, World
@@ -59,7 +59,7 @@ class Cluster:
 
     Args:
         num_ranks: number of ranks; 1 to 64 with the fast start.
-        device: one of :data:`workbench.devices.CHOICES`.
+        device: one of :data:`workbench.base.devices.CHOICES`.
         profile: an IPython profile whose ``ipcluster_config.py``, ``ipcontroller_config.py``, ``ipengine_config.py``
             and startup files apply.
         engines: the ipyparallel launcher that starts them, such as ``ssh``, ``slurm``, ``mpi``; empty: the one that the

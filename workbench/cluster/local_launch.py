@@ -32,6 +32,8 @@ from pathlib import Path
 
 import psutil
 
+from workbench.base.devices import AUTO, DEVICES
+from workbench.base.ports import LOOPBACK, reserved_port
 from workbench.cluster import processes
 from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNotices, no_wait
 from workbench.cluster.pending_replies import ranks_in_words
@@ -40,9 +42,7 @@ from workbench.cluster.rank_assignment import few_devices
 from workbench.cluster.reaper import Reaper
 from workbench.cluster.zygote import ForkedRank, Zygote, can_fork
 from workbench.cluster.zygote_cache import KEEPER
-from workbench.devices import AUTO, DEVICES
 from workbench.errors import ClusterError, UsageError
-from workbench.ports import LOOPBACK, reserved_port
 
 HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
 STOP_GRACE_S = 2.0
@@ -146,7 +146,7 @@ class LocalLaunch(EngineProvider):
         num_ranks: number of engines.
         profile: name of the IPython profile whose configuration applies; None: none.
         timeout_s: time in seconds the start may take.
-        device: one of :data:`workbench.devices.CHOICES`; ranks are forked where the device allows it (zygote.py).
+        device: one of :data:`workbench.base.devices.CHOICES`; ranks are forked where the device allows it (zygote.py).
         preload: module that every rank will need.
         on_exit: called in a separate thread when a process has ended, with the rank (None: the controller).
         notices: receives notices of what the start waits for.

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from workbench.devices import AUTO, DEVICES, HOST
+from workbench.base.devices import AUTO, DEVICES, HOST
+from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.errors import UsageError
-from workbench.ports import LOOPBACK, LOOPBACK_INTERFACE
 from workbench.protocol.starting import Address, Boot, ConnectReply, HostInfo, World
 
 
@@ -152,7 +152,7 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
 
     Args:
         seated: the engines, by rank.
-        device: one of :data:`workbench.devices.CHOICES`.
+        device: one of :data:`workbench.base.devices.CHOICES`.
         interface: network interface between the hosts, as given by the user; empty: not given.
 
     Raises:
@@ -181,7 +181,7 @@ def boots(seated: Sequence[RankAssignment], device: str, interface: str = "") ->
 
 
 def _settle_device(seated: Sequence[RankAssignment], device: str) -> str:
-    """Return the device kind of all ranks: ``device``, or the kind that :data:`~workbench.devices.AUTO` resolves to."""
+    """Return the device kind of all ranks: ``device``, or the kind that :data:`.AUTO` resolves to."""
     if device == AUTO:
         counted = [kind for kind in DEVICES if kind in seated[0].info.devices]
         return next((kind for kind in counted if not _lacking(seated, kind)), HOST)

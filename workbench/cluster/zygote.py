@@ -37,9 +37,9 @@ from typing import IO, Any
 
 import psutil
 
+from workbench.base.devices import AUTO, DEVICES
 from workbench.cluster import processes
 from workbench.cluster.reaper import Reaper
-from workbench.devices import AUTO, DEVICES
 from workbench.errors import ClusterError
 
 _DIE_S = 5.0  # limit for a process to die of a signal
@@ -51,7 +51,7 @@ _OF_ONE_START = {processes.MARKER, "IPP_SESSION_KEY", "PYTEST_CURRENT_TEST"}
 
 
 def can_fork(device: str) -> bool:
-    """Return whether ranks on ``device``, one of :data:`workbench.devices.CHOICES`, can be forked on this machine."""
+    """Return whether ranks on ``device``, one of :data:`.CHOICES`, can be forked on this machine."""
     drivers = [kind.driver for kind in DEVICES.values() if kind.driver]
     is_free = not any(Path(driver).exists() for driver in drivers) if device == AUTO else not DEVICES[device].driver
     return sys.platform == "linux" and is_free

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from workbench.base.text_formats import plural
 from workbench.course.finding import CheckFinding
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError, WorkbenchError
 from workbench.reports.report import Report
-from workbench.text_formats import plural
 
 CHECK_MIME = "application/vnd.fsdp-workbench.check+json"
 """Type of the record of a check in an output of a notebook."""

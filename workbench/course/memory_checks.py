@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from workbench.base.text_formats import format_bytes
 from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
 from workbench.course.run_steps import no_step, step_of
 from workbench.course.step_reasons import peak_reason
@@ -15,7 +16,6 @@ from workbench.protocol.breakpoints import read_event, split_event
 from workbench.replay import memory
 from workbench.replay.grouping import by_value, label
 from workbench.replay.states import at as states_at
-from workbench.text_formats import format_bytes
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 from workbench.trace.step_names import step_name

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from workbench.base.text_formats import format_duration
 from workbench.course.finding import CheckFinding, and_list, fails, holds
 from workbench.course.run_steps import no_step, read_call, step_of
 from workbench.errors import UsageError
@@ -14,7 +15,6 @@ from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
 from workbench.replay.step_parts import Group
 from workbench.reports.step_study import StepStudy
-from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
 

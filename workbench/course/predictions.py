@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.codec import sent_number
+from workbench.base.codec import sent_number
+from workbench.base.text_formats import format_share
 from workbench.course.checks import RECORD_VERSION
 from workbench.course.notebook_output import publish
 from workbench.errors import UsageError
 from workbench.reports.report import Report
-from workbench.text_formats import format_share
 from workbench.widgets.progress import in_notebook
 
 PREDICTION_MIME = "application/vnd.fsdp-workbench.prediction+json"

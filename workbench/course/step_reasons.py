@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from workbench.base.text_formats import format_bytes, plural
 from workbench.course.finding import unit_list
 from workbench.events import Edge, Kind, UnitState
 from workbench.replay import collectives
@@ -14,7 +15,6 @@ from workbench.replay.states import start as states_before
 from workbench.replay.unit_history import UnitCause, histories
 from workbench.reports.explain_peak import explain_peak
 from workbench.reports.step_study import StepStudy
-from workbench.text_formats import format_bytes, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 

@@ -13,7 +13,7 @@ in a buffer next to the message, in the order of :data:`workbench.live.packing.C
 shown as HTML. A command is plain data: ``{"word": "shard", "model": "model", "wrap": ["Block"]}``.
 
 ``extension/src/protocol.ts`` has the same types for the front end, made of these by
-``python -m workbench.generate_front_end``.
+``python -m workbench.cli.generate_front_end``.
 
 ======================  =======================  ===============================================================
 question                answer                   when
@@ -44,7 +44,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
-from workbench.codec import NotFinite, decode_named
+from workbench.base.codec import NotFinite, decode_named
 from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.shards import AtRest

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.base.text_formats import format_long, plural
 from workbench.events import OWN_ENGINE, Edge, Kind, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.messages import BreakpointState, Costs, KnobEffect, RankHealth, RunStatus
@@ -22,7 +23,6 @@ from workbench.reports.event_text import unit_names
 from workbench.reports.failures import RESTART, losses_in_words
 from workbench.reports.stop_positions import StopGroup, describe
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
-from workbench.text_formats import format_long, plural
 from workbench.trace.schema import Header
 from workbench.views import theme
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from workbench.codec import sent_number
+from workbench.base.codec import sent_number
 from workbench.events import FlatPart, Kind, Param, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace

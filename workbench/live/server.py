@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.errors import UsageError, WorkbenchError
 from workbench.live.live_trace import MAX_AGE_S, live_trace_of
 from workbench.live.long_poll import LongPoll, Send, WatchedWorkbench

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from workbench.base.text_formats import format_bytes
 from workbench.events import BESIDE, MOVES, Category, Edge, Kind, Phase
 from workbench.live.messages import Moment, RanksAt
 from workbench.live.rank_groups import ALIKE
@@ -24,7 +25,6 @@ from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.replay.units import unit_name
 from workbench.reports.cursor import Cursor
-from workbench.text_formats import format_bytes
 from workbench.trace import advance
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame, Rows

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.live.feed import Feed
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace

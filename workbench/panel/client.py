@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, get_args
 
-from workbench.codec import decode_named, encode
+from workbench.base.codec import decode_named, encode
 from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.live.live_trace import MAX_AGE_S
 from workbench.live.long_poll import Send

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, get_args
 
-from workbench.codec import decode_named, encode
-from workbench.devices import AUTO, CHOICES
+from workbench.base.codec import decode_named, encode
+from workbench.base.devices import AUTO, CHOICES
 from workbench.errors import UsageError
 from workbench.protocol.arguments import (
     Argument,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
 
 
 @dataclass(frozen=True, kw_only=True)

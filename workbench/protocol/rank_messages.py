@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from workbench.codec import decode_named
+from workbench.base.codec import decode_named
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, RankRequest, Reshard, Shard, request

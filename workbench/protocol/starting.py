@@ -46,7 +46,7 @@ class Boot(RankRequest[Address | None]):
         world_size: number of ranks.
         local_rank: index on its host, from 0; also of its device, unless ranks share one.
         local_world_size: number of ranks on its host.
-        device: kind of its device, one of :data:`workbench.devices.DEVICES`.
+        device: kind of its device, one of :data:`workbench.base.devices.DEVICES`.
         host: its machine.
     """
 
@@ -67,7 +67,7 @@ class ConnectReply:
         host: name of its machine.
         device: where it computes, such as ``cpu`` or ``cuda:1``.
         pid: id of its process.
-        clock: id of its clock (:func:`workbench.clock.clock_here`).
+        clock: id of its clock (:func:`workbench.base.clock.clock_here`).
         notice: a sentence for the user; may be empty.
         refuses: address at which its host refuses connections, a sign of life for other hosts; None: another rank of
             the host provides it, or there is no other host.

@@ -20,7 +20,7 @@ from types import FrameType
 import numpy as np
 import torch
 
-from workbench.clock import clock_here
+from workbench.base.clock import clock_here
 from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.events import Unit

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from workbench.base.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.events import OWN_ENGINE, UNWATCHED, Unit, unit_words
-from workbench.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.trace.schema import Header
 
 

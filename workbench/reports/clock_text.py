@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from workbench.base.text_formats import format_duration
 from workbench.replay.clock_error import errors_of_ranks
-from workbench.text_formats import format_duration
 from workbench.trace.columns import Trace
 from workbench.trace.schema import HostClock
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from workbench.base.text_formats import plural
 from workbench.events import BESIDE, Edge, Kind, Phase
 from workbench.replay import training
 from workbench.replay.alignment import same_events
 from workbench.replay.grouping import label
 from workbench.replay.spans import Ints, of_kind
 from workbench.reports.event_text import event_words, unit_names
-from workbench.text_formats import plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
 

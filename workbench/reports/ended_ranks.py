@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_long
 from workbench.replay.endings import Ending, short_reason
 from workbench.replay.grouping import by_value, label
 from workbench.replay.run_positions import TOGETHER_NS, RunPosition, RunState
-from workbench.text_formats import format_long
 from workbench.trace.frames import short_place
 
 _AT_ONCE_NS = 20_000_000

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from workbench.base.fault import Fault, listed
+from workbench.base.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.events import Category, Unit
-from workbench.fault import Fault, listed
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
 from workbench.replay.event_marks import EventMark
@@ -17,7 +18,6 @@ from workbench.replay.units import unit_name
 from workbench.reports.explain_report import Evidence, ExplainReport, PeakSaving, Picture, marks_in
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import model_of
-from workbench.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

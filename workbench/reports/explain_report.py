@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import plotly.graph_objects as go
 
+from workbench.base.fault import Fault
 from workbench.events import Kind, UnitState
-from workbench.fault import Fault
 from workbench.replay.event_marks import EventMark
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_bytes, format_share, plural
 from workbench.replay.event_marks import EventMark, mark_in_step
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
 from workbench.replay.step_parts import MIN_STEPS, OWN, Group, Part
@@ -14,7 +15,6 @@ from workbench.reports.explain_peak import is_flat, is_ours, module_words, unit_
 from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import KINDS_OF_PART, model_of, time_words, wait_mark, wait_words
-from workbench.text_formats import format_bytes, format_share, plural
 from workbench.trace.step_names import step_name
 
 MAX_LINES = 6

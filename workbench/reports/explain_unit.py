@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from math import prod
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_bytes
 from workbench.events import Unit, UnitState, unit_words
-from workbench.fault import Fault
 from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import label
 from workbench.replay.unit_history import UnitCause, UnitHistory, histories
@@ -15,7 +16,6 @@ from workbench.reports.explain_report import Evidence, ExplainReport, Picture, U
 from workbench.reports.explain_times import wait_lines
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import time_words
-from workbench.text_formats import format_bytes
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 from workbench.views.window import window

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_bytes, plural
 from workbench.errors import UsageError
 from workbench.events import Kind, Unit, unit_words
-from workbench.fault import Fault
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import label, ranges
 from workbench.replay.training import LOSS, summary
@@ -31,7 +32,6 @@ from workbench.reports.explain_times import (
 )
 from workbench.reports.explain_unit import explain_unit
 from workbench.reports.step_study import StepStudy
-from workbench.text_formats import format_bytes, plural
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views.unit_selection import meant

@@ -6,9 +6,9 @@ import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.fault import Fault, facts_of
+from workbench.base.fault import Fault, facts_of
+from workbench.base.text_formats import plural
 from workbench.reports.report import Report
-from workbench.text_formats import plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from workbench.base.text_formats import plural
 from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
 from workbench.reports.report import Report
 from workbench.reports.results import says
-from workbench.text_formats import plural
 
 _TIMED_STEPS = max(kind.steps for kind in KINDS.values() if kind.shown_by.startswith("explain"))
 

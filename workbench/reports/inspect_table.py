@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from workbench.base.text_formats import format_bytes
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.replay.grouping import by_value, label
 from workbench.reports.tables import Table
-from workbench.text_formats import format_bytes
 
 Cells = dict[tuple[str, str], str]
 """The texts of one rank, keyed by the two labels of their rows: the object, and the fact about it."""

@@ -3,7 +3,7 @@
 The members of an object are the fields of the dataclass. A class can add properties (``computed``) and leave out fields
 (``internal``). Enums are written by their name in lower case, paths as text, arrays as lists, and numbers that are not
 finite as the texts ``nan``, ``inf`` and ``-inf``. ``schema.json`` in this folder describes every document;
-``python -m workbench.generate_schema`` makes it from the same dataclasses.
+``python -m workbench.cli.generate_schema`` makes it from the same dataclasses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from workbench.codec import sent_number
+from workbench.base.codec import sent_number
 from workbench.errors import RankDied, RankError, without_colours
 
 VERSION = 1

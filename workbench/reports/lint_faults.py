@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from workbench.fault import Fault
+from workbench.base.fault import Fault
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.replay.grouping import label
 

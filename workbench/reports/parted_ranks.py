@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_bytes, plural
 from workbench.events import Kind, unit_words
-from workbench.fault import Fault
 from workbench.replay.divergence import Divergence, IssuedCall, Parting
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
 from workbench.replay.run_positions import RunPosition
 from workbench.reports.event_text import unit_names
-from workbench.text_formats import format_bytes, plural
 from workbench.trace.frames import has_left_loop, short_place
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

@@ -6,8 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_duration, plural
 from workbench.events import Edge, Kind, Phase, unit_words
-from workbench.fault import Fault
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
@@ -19,7 +20,6 @@ from workbench.reports.report import Report
 from workbench.reports.stop_positions import State, StopGroup, is_in_wait, state_of
 from workbench.reports.tables import Table
 from workbench.reports.threads import lines_of
-from workbench.text_formats import format_duration, plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from workbench.base.text_formats import plural
 from workbench.replay.grouping import by_value, label
-from workbench.text_formats import plural
 
 PANE_CHARS = 20_000
 """Characters kept of one rank's output; the newest."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from workbench.base.fault import Fault, listed
 from workbench.events import unit_words
-from workbench.fault import Fault, listed
 from workbench.protocol.commands import Repetition
 from workbench.replay.grouping import by_value, label
 from workbench.reports.verify_faults import FirstDifference, data_fault, first_of

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-from workbench.text_formats import ERROR_TEXT
+from workbench.base.text_formats import ERROR_TEXT
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from workbench.base.fault import Fault, facts_of, listed
+from workbench.base.text_formats import format_bytes, format_duration, format_loss, format_share, plural
 from workbench.events import Unit, unit_words
-from workbench.fault import Fault, facts_of, listed
 from workbench.protocol.commands import (
     Command,
     ModelSharding,
@@ -47,7 +48,6 @@ from workbench.reports.repeat_faults import first_repeated, repeat_faults
 from workbench.reports.report import Report
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
-from workbench.text_formats import format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.schema import Header, HostClock
 
 

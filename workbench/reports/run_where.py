@@ -6,8 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_long
 from workbench.events import Kind, unit_words
-from workbench.fault import Fault
 from workbench.replay.endings import short_reason
 from workbench.replay.grouping import by_value, label
 from workbench.replay.run_positions import PendingCollective, RunPosition, RunState, at_first_end, positions
@@ -16,7 +17,6 @@ from workbench.reports.fault_report import cause_html, cause_lines
 from workbench.reports.report import Report
 from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
 from workbench.reports.tables import Table
-from workbench.text_formats import format_long
 from workbench.trace.read_recording import Recording
 from workbench.trace.step_names import step_name
 

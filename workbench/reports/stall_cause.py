@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_long
 from workbench.events import Edge, Kind, unit_words
-from workbench.fault import Fault
 from workbench.replay.divergence import Divergence, Parting, UnsharedCall, first_divergence, first_unshared, is_usual
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
@@ -36,7 +37,6 @@ from workbench.reports.parted_ranks import (
     frame_lines,
     progress_words,
 )
-from workbench.text_formats import format_long
 from workbench.trace.columns import Trace
 from workbench.trace.frames import short_place
 from workbench.trace.recording import Activity

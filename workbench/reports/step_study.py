@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from workbench.base.fault import Fault
+from workbench.base.text_formats import format_share, plural
 from workbench.events import WORK
-from workbench.fault import Fault
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
 from workbench.replay.arrivals import TOO_CLOSE, UNTOLD
@@ -35,7 +36,6 @@ from workbench.replay.units import unit_name, unseen_words
 from workbench.replay.unreduced import unreduced_units
 from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts, WaitCause, marks_in
 from workbench.reports.step_text import slow_rank_evidence, slow_rank_fault, time_words, unreduced_fault
-from workbench.text_formats import format_share, plural
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

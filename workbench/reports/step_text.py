@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from workbench.base.fault import Fault, listed
+from workbench.base.text_formats import format_bytes, format_duration
 from workbench.events import Kind, Unit
-from workbench.fault import Fault, listed
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.event_marks import EventMark, mark_in_step, mark_of_wait
 from workbench.replay.exposed_waits import ExposedWait, WaitReason
@@ -13,7 +14,6 @@ from workbench.replay.grouping import label, ranges
 from workbench.replay.step_parts import Part, SlowRank
 from workbench.replay.units import unit_name
 from workbench.reports.explain_report import Evidence
-from workbench.text_formats import format_bytes, format_duration
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

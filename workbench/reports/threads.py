@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from workbench.base.text_formats import plural
 from workbench.protocol.rank_messages import Frame, Thread
 from workbench.replay.grouping import by_value, label
-from workbench.text_formats import plural
 
 
 def users_frames(thread: Thread) -> tuple[Frame, ...]:

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from workbench.base.fault import Fault, listed
+from workbench.base.text_formats import plural
 from workbench.events import unit_words
-from workbench.fault import Fault, listed
 from workbench.protocol.commands import CopyStep, Difference, Sketch, StepDifferences, VerifyReply
 from workbench.replay.grouping import by_value, label
-from workbench.text_formats import plural
 
 DATA = "different-data"
 """Rule of a fault with which nothing can be compared."""

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from workbench.base.ports import LOOPBACK
 from workbench.engine import process_groups
 from workbench.engine._torch import init_default_group, name_groups_from, named_groups, new_group, reset_group_names
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.base import Backend
 from workbench.engine.cancellable_waits import cancellation
 from workbench.errors import ClusterError
-from workbench.ports import LOOPBACK
 from workbench.protocol.starting import Address, HostInfo
 from workbench.runtime.sockets import PeerSockets
 

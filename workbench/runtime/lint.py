@@ -9,10 +9,10 @@ from types import CodeType
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.base.fault import Fault
 from workbench.engine.fsdp_state import unreduced_units
 from workbench.errors import UsageError
 from workbench.events import ENGINES, Unit
-from workbench.fault import Fault
 from workbench.models.engines import Watch, is_sharded
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Lint

@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
+from workbench.base.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
+from workbench.base.text_formats import plural
 from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
 from workbench.events import Engine, Param, ParamTensors, unit_words
-from workbench.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.models._torch_private import checkpoint_wrappers_below
 from workbench.models.engines import fully_shard_of
 from workbench.protocol.lint_reply import RankComparison
@@ -48,7 +49,6 @@ from workbench.runtime.lint_target import (
 )
 from workbench.runtime.model_summary import class_name
 from workbench.runtime.training_history import OptimizerHistory
-from workbench.text_formats import plural
 
 TOY_NBYTES = 1 << 20
 """Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""

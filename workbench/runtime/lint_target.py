@@ -1,8 +1,8 @@
 """What rules see of a model, and the table of rules.
 
 A rule is a generator function under :func:`rule`. Its name, with dashes, is the name of the rule; the first line of its
-docstring is the description in the documents. It yields a :class:`~workbench.fault.Fault` for what this rank sees, or a
-:class:`~workbench.protocol.lint_reply.RankComparison` for what only several ranks can show, and raises
+docstring is the description in the documents. It yields a :class:`~workbench.base.fault.Fault` for what this rank sees,
+or a :class:`~workbench.protocol.lint_reply.RankComparison` for what only several ranks can show, and raises
 :class:`Abstains` where it lacks a signal. No rule runs the model, communicates or changes anything.
 """
 
@@ -20,9 +20,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from workbench.base.fault import Fault
 from workbench.engine.module_names import clean, named_params
 from workbench.events import Param, ParamTensors, Unit
-from workbench.fault import Fault
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import LostTie

@@ -21,8 +21,8 @@ import torch
 import torch._dynamo  # the first DTensor imports it in 0.7 s: do so once, before ranks are forked
 from torch.utils.hooks import RemovableHandle
 
-from workbench.clock import clock_here
-from workbench.codec import decode, encode
+from workbench.base.clock import clock_here
+from workbench.base.codec import decode, encode
 from workbench.engine import backends, process_groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of

@@ -16,9 +16,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from workbench.base.fault import listed
 from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
-from workbench.fault import listed
 from workbench.protocol.commands import StepCounter
 
 _COUNT = "step"

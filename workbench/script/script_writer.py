@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.devices import HOST
+from workbench.base.devices import HOST
 from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Lint, Reshard, Shard, Step, StepReply, Unshard, Verify, to_text
 from workbench.protocol.policy import CLASSIC, ENGINES, TORCH

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from workbench.devices import HOST
+from workbench.base.devices import HOST
 from workbench.errors import UsageError
 from workbench.events import ROOT
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply, to_text

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.clock import clock_here
+from workbench.base.clock import clock_here
 from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.protocol.rank_messages import Locate
 from workbench.replay.clock_error import DRIFT
@@ -108,7 +108,7 @@ class ClockSync:
     """Compares the clocks of ranks, and converts their times to rank 0's. Not thread-safe.
 
     Args:
-        clock_of: name of each rank's clock (:func:`workbench.clock.clock_here`), by rank.
+        clock_of: name of each rank's clock (:func:`workbench.base.clock.clock_here`), by rank.
         here: name of the notebook's clock.
         now_ns: reads the notebook's clock.
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.devices import HOST
+from workbench.base.devices import HOST
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Command, Step
 from workbench.protocol.rank_messages import ModelPolicy

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from workbench.base.codec import decode
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.pending_replies import Output, PendingReplies
-from workbench.codec import decode
 from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Command, Run, Step, to_text

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from workbench.base.fault import Fault
 from workbench.cluster import Cluster
 from workbench.cluster.channel_protocol import answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
@@ -21,7 +22,6 @@ from workbench.cluster.pending_replies import PendingReplies, select
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
-from workbench.fault import Fault
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
 from workbench.protocol.commands import Command, Inspect, Reshard, Run, Shard, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from workbench.codec import CodecError, decode, defaults, encode
+from workbench.base.codec import CodecError, decode, defaults, encode
 from workbench.errors import TraceError
 from workbench.events import Category, Param, Unit
 from workbench.trace.schema import SCHEMA_VERSION, ClockReading, GroupInfo, Header, HostClock, KeyFrame, Rows

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from workbench.clock import clock_here
+from workbench.base.clock import clock_here
 from workbench.trace.recording import RunStart
 from workbench.trace.schema import RankInfo
 

@@ -24,8 +24,8 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from workbench.clock import clock_here
-from workbench.codec import CodecError, decode, defaults
+from workbench.base.clock import clock_here
+from workbench.base.codec import CodecError, decode, defaults
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind, Unit
 from workbench.trace.builder import MAX_ROWS, TraceBuilder

@@ -22,7 +22,7 @@ from typing import Literal
 
 import numpy as np
 
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import ROW_DTYPE, Header, KeyFrame
@@ -83,7 +83,7 @@ class RunStart:
     Attributes:
         rank: global rank.
         world_size: ranks of the job.
-        clock: identity of the clock of its times (:func:`workbench.clock.clock_here`).
+        clock: identity of the clock of its times (:func:`workbench.base.clock.clock_here`).
         t_ns: time on that clock.
         wall_ns: time of day at ``t_ns``, in nanoseconds since 1970: clocks of several hosts are compared by it.
         program: the script and its arguments.

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 import plotly.graph_objects as go
 
+from workbench.base.text_formats import format_bytes, format_duration, plural, time_unit
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.collectives import Comparison, compare, ring_bytes
 from workbench.replay.device import ClockSource
 from workbench.replay.grouping import by_value, join_names, label, pattern
 from workbench.replay.units import engine_words, model_order, unit_name, unmanaged_notes, unseen_words
-from workbench.text_formats import format_bytes, format_duration, plural, time_unit
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.base.text_formats import byte_unit, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.errors import UsageError
 from workbench.events import WORK, Category, Edge, Kind
 from workbench.replay.alignment import Alignment, Side
@@ -23,7 +24,6 @@ from workbench.replay.paused_time import without_holds
 from workbench.replay.shards import Totals, totals_of_used
 from workbench.replay.spans import Ints
 from workbench.replay.units import by_number
-from workbench.text_formats import byte_unit, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views import theme

@@ -14,11 +14,11 @@ from typing import Literal
 
 import plotly.graph_objects as go
 
+from workbench.base.text_formats import format_bytes, format_share, plural
 from workbench.events import FlatPart, Param, Unit, unit_words
 from workbench.replay.grouping import by_value, join_names, label, ranges
 from workbench.replay.shards import ParamShards, Piece, Totals, alike, at_rest, pieces, shards, totals, unit_shards
 from workbench.replay.units import engine_words, model_order
-from workbench.text_formats import format_bytes, format_share, plural
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.views import theme

@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from workbench.base.text_formats import byte_unit, format_bytes, format_share, plural
 from workbench.events import Category, Edge, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.event_marks import EventMark
@@ -23,7 +24,6 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import Ints, extent_ns, last_ns
 from workbench.replay.units import engine_words, unit_name
-from workbench.text_formats import byte_unit, format_bytes, format_share, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
 from workbench.trace.step_names import step_name

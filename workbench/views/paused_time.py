@@ -8,10 +8,10 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.base.text_formats import format_duration
 from workbench.events import Kind
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints
-from workbench.text_formats import format_duration
 from workbench.views import theme
 
 MAX_MARKS = 60

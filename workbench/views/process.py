@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.base.text_formats import byte_unit, format_bytes
 from workbench.events import Category
 from workbench.replay.process import ProcessSeries, series
 from workbench.replay.spans import Ints, last_ns
-from workbench.text_formats import byte_unit, format_bytes
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
 from workbench.views import theme

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from workbench.base.text_formats import plural
 from workbench.replay.grouping import MAX_RUNS, by_value, label, ranges, runs
-from workbench.text_formats import plural
 from workbench.trace.schema import Header
 from workbench.views import theme
 

@@ -13,9 +13,9 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.base.text_formats import time_unit
 from workbench.replay.arrivals import UNTOLD
 from workbench.replay.spans import Ints
-from workbench.text_formats import time_unit
 
 MAX_RECTANGLES = 2000
 SCREEN_PIXELS = 1200

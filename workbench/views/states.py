@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import plotly.graph_objects as go
 
+from workbench.base.text_formats import format_duration, plural
 from workbench.events import WORK, Kind, UnitState
 from workbench.replay.device import ClockSource, on_device
 from workbench.replay.event_marks import EventMark
@@ -19,7 +20,6 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
 from workbench.replay.units import model_order, unit_name
-from workbench.text_formats import format_duration, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme

@@ -25,9 +25,9 @@ import plotly.graph_objects as go
 import plotly.io
 from plotly.colors import sample_colorscale, sequential
 
+from workbench.base.text_formats import UNITS, format_duration
 from workbench.events import Category, Colour, Kind, UnitState
 from workbench.replay.device import ClockSource
-from workbench.text_formats import UNITS, format_duration
 from workbench.trace.schema import Header
 
 INK = "#757677"

@@ -13,6 +13,7 @@ import numpy as np
 import plotly.graph_objects as go
 from numpy.typing import NDArray
 
+from workbench.base.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.events import COLLECTIVES, Kind, Track
 from workbench.replay.arrivals import TOO_CLOSE, LastArrivals, last_to_come, waits_least
 from workbench.replay.clock_error import error_ns
@@ -24,7 +25,6 @@ from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.tracks import DRAWN, NUMBER
 from workbench.replay.units import unit_name, unseen_words
-from workbench.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme

@@ -14,11 +14,11 @@ import plotly.graph_objects as go
 from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
+from workbench.base.text_formats import format_duration, format_loss, plural, time_unit
 from workbench.events import Kind
 from workbench.replay.grouping import ranges, runs
 from workbench.replay.paused_time import without_holds
 from workbench.replay.training import LOSS, Series, Summary, summary
-from workbench.text_formats import format_duration, format_loss, plural, time_unit
 from workbench.trace.columns import Trace
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name

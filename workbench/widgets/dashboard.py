@@ -13,7 +13,7 @@ from typing import Any, get_args
 import anywidget
 import traitlets
 
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.live.long_poll import WatchedWorkbench
 from workbench.live.messages import Panel
 from workbench.live.server import Views

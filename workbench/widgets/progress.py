@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, TextIO, TypeVar
 
+from workbench.base.text_formats import ERROR_TEXT, format_duration, format_long, format_loss, plural
 from workbench.reports.step_progress import Progress
-from workbench.text_formats import ERROR_TEXT, format_duration, format_long, format_loss, plural
 
 State = Literal["running", "done", "failed"]
 

@@ -21,7 +21,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.codec import encode
+from workbench.base.codec import encode
 from workbench.events import BESIDE, Category
 from workbench.live.fold import Fold
 from workbench.live.live_trace import LiveTrace

@@ -14,7 +14,7 @@ import json
 
 from plotly.offline import get_plotlyjs
 
-from workbench.text_formats import plural
+from workbench.base.text_formats import plural
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.widgets.js_bundle import STATIC, joined

@@ -24,9 +24,9 @@ from tests.helpers.known_warnings import (
 )
 from tests.helpers.pairwise import quick
 from tests.helpers.wrapped_models import CPU, assert_same_tree, kept
+from workbench.base.ports import LOOPBACK
 from workbench.engine import classic
 from workbench.engine.classic import wrap as policies
-from workbench.ports import LOOPBACK
 
 PLACES = ((fsdp, classic), (their_module, classic), (their_policies, policies))
 NAMES = {*classic.__all__, *their_policies.__all__}

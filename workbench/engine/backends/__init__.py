@@ -3,7 +3,7 @@
 A backend allocates and frees memory, gathers, reduces, copies, waits, aborts, orders work, and owns the device's clock.
 To add a kind of device, or a simulated one, subclass :class:`Backend` (or
 :class:`~workbench.engine.backends.streams.StreamBackend` if the device runs asynchronously to the host) and add a line
-to :mod:`workbench.devices`.
+to :mod:`workbench.base.devices`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from workbench.devices import DEVICES, HOST
+from workbench.base.devices import DEVICES, HOST
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.shared import shared_memory
 
@@ -26,7 +26,7 @@ _chosen: dict[str, Callable[[torch.device], Backend]] = {}
 
 @functools.cache
 def kind(name: str) -> type[Backend]:
-    """Return the backend class of a kind of device in :data:`~workbench.devices.DEVICES`."""
+    """Return the backend class of a kind of device in :data:`~workbench.base.devices.DEVICES`."""
     module, _, cls = DEVICES[name].backend.partition(":")
     return cast("type[Backend]", getattr(import_module(module), cls))
 
@@ -54,7 +54,7 @@ def choose(name: str, local_rank: int) -> Backend:
     """Return the backend of the device that this process computes on as a rank.
 
     Args:
-        name: kind of device, a key of :data:`~workbench.devices.DEVICES`.
+        name: kind of device, a key of :data:`~workbench.base.devices.DEVICES`.
         local_rank: index of the rank on its host.
     """
     device = kind(name).of_rank(local_rank)

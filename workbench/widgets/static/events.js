@@ -1,4 +1,4 @@
-// Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.generate_front_end
+// Made of workbench/events.py and workbench/views/theme.py by: python -m workbench.cli.generate_front_end
 
 export const KINDS = /** @type {const} */ ([
   {"words": "step", "colour": "#8a8c83", "isCollective": false},

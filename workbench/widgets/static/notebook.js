@@ -1,4 +1,4 @@
-// The script of a notebook exported as a page: see workbench/notebook_page.py.
+// The script of a notebook exported as a page: see workbench/cli/notebook_page.py.
 
 import { drawAnew, followWidth } from "./figures.js";
 

@@ -1,4 +1,4 @@
-// Made of workbench/live/packing.py, workbench/events.py and workbench/replay/grouping.py by: python -m workbench.generate_front_end
+// Made of workbench/live/packing.py, workbench/events.py and workbench/replay/grouping.py by: python -m workbench.cli.generate_front_end
 
 export const TABLES = {
   spans: {"start": ["f8", 1], "duration": ["f4", 1], "bytes": ["f4", 1], "before": ["f4", 1], "unit": ["i2", 1], "track": ["u1", 1], "kind": ["u1", 1], "exposed": ["u1", 1]},

@@ -1,0 +1,69 @@
+"""``workbench course``: the notebooks in a folder of the reader, whose own changes stay."""
+
+import sys
+
+import pytest
+
+from workbench.cli import main as cli
+from workbench.cli.course_copy import copy_course
+from workbench.errors import UsageError
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder with two notebooks, a picture, and what Jupyter and Python keep beside them."""
+    folder = tmp_path / "source"
+    for name in ("01_a.ipynb", "00_b.ipynb", "images/tour.png", ".ipynb_checkpoints/01_a.ipynb", "__pycache__/a.pyc"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{name} as shipped")
+    return folder
+
+
+def test_the_notebooks_and_their_pictures_are_copied(source, tmp_path):
+    folder = tmp_path / "a" / "course"
+    copied = copy_course(source, folder)
+    assert copied.new == ("00_b.ipynb", "01_a.ipynb", "images/tour.png")
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")} == {*copied.new}
+    assert copied.first == folder / "00_b.ipynb"
+    assert str(copied) == f"3 files copied to {folder}"
+
+
+def test_what_the_reader_changed_stays_and_is_named_in_one_sentence(source, tmp_path):
+    folder = tmp_path / "course"
+    copy_course(source, folder)
+    (folder / "01_a.ipynb").write_text("worked on")
+    (folder / "00_b.ipynb").unlink()
+    (folder / "00_a.ipynb").write_text("my own")
+    copied = copy_course(source, folder)
+    assert (copied.new, copied.kept) == (("00_b.ipynb",), ("01_a.ipynb",))
+    assert (folder / "01_a.ipynb").read_text() == "worked on"
+    assert copied.first == folder / "00_b.ipynb"
+    assert str(copied).startswith(
+        f"1 file copied to {folder}; not replaced, as they differ from this version: 01_a.ipynb."
+    )
+    assert "\n" not in str(copied)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(source, tmp_path):
+    (tmp_path / "course").write_text("a file")
+    with pytest.raises(UsageError, match=r"cannot copy the notebooks to .*course/inside: Not a directory"):
+        copy_course(source, tmp_path / "course" / "inside")
+
+
+def test_the_command_copies_and_opens_the_first_notebook(tmp_path, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(cli.os, "execv", lambda program, argv: started.append(argv) or sys.exit(0))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["course", "--no-browser"])
+    folder = tmp_path / "fsdp-course"
+    first = min(folder.glob("*.ipynb"))
+    assert started == [cli.lab_command(first, ["--no-browser"])]
+    assert f"--ServerApp.root_dir={folder}" in started[0]
+    assert f"copied to {folder}" in capsys.readouterr().err
+    assert {path.name for path in folder.glob("*.ipynb")} == {
+        path.name for path in cli.find_tour().parent.glob("*.ipynb")
+    }
+    assert cli.main(["course", str(tmp_path / "other"), "--copy-only"]) == 0
+    assert len(started) == 1
+    assert (tmp_path / "other" / first.name).exists()

@@ -1,0 +1,434 @@
+"""The command ``workbench`` and its subcommands, from ``demo`` to ``verify``.
+
+Each subcommand imports its modules only when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from workbench import INSTALL, __version__
+from workbench.base.ports import LOOPBACK
+from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
+
+if TYPE_CHECKING:
+    from workbench.trace.read_recording import Recording
+
+TOUR = "01_tour.ipynb"
+
+_PACKAGE = Path(__file__).parents[1]
+_CHECKOUT = _PACKAGE.parent / "notebooks"  # of a clone
+_INSTALLED = _PACKAGE / "notebooks"  # of a wheel
+_ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of jupyter_server
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
+    parser, parser_of = _parsers()
+    given = list(sys.argv[1:] if argv is None else argv)
+    runs_script = given[:1] in (["lint"], ["verify"])
+    end = given.index("--") if runs_script and "--" in given else len(given)
+    args, rest = parser.parse_known_args(given[:end])
+    args.rest = [*rest, *given[end + 1 :]]
+    if rest and args.word not in {"course", "lab", "lint", "verify"}:
+        parser_of[args.word].error(f"unknown argument {rest[0]!r}")
+    try:
+        if args.word == "lab":
+            return _lab(rest)
+        return _COMMANDS[args.word](args)
+    except WorkbenchError as error:
+        return _fail(args, error, 1)
+    except ModuleNotFoundError as error:
+        message = f"workbench {args.word} needs more packages: {INSTALL} ({error})"
+        return _fail(args, ImportError(message), 1)
+
+
+def _fail(args: argparse.Namespace, error: Exception, status: int) -> int:
+    """Say why a command failed; return its exit status."""
+    _write_document(args, error=error)
+    sys.stderr.write(f"{error}\n")
+    return status
+
+
+def _write_report(args: argparse.Namespace, report: object, **more: Any) -> None:  # noqa: ANN401 - of document
+    """Write a report as text, or its document if ``--json`` asks for it."""
+    if args.json:
+        _write_document(args, report, **more)
+    else:
+        sys.stdout.write(f"{report}\n")
+
+
+def _write_document(args: argparse.Namespace, report: object = None, **more: Any) -> None:  # noqa: ANN401 - of document
+    """Write the document of a command, if ``--json`` asks for it."""
+    if args.json:
+        from workbench.reports.json_document import document, to_line  # noqa: PLC0415 - loaded when used
+
+        sys.stdout.write(f"{to_line(document(args.word, report, **more))}\n")
+
+
+def find_tour() -> Path:
+    """Return the path of the tour: in the clone that this package runs from, else in the installed package.
+
+    Raises:
+        UsageError: the tour is in neither place.
+    """
+    for folder in (_CHECKOUT, _INSTALLED):
+        if (folder / TOUR).exists():
+            return folder / TOUR
+    raise UsageError(f"{TOUR} is neither in {_CHECKOUT} nor in {_INSTALLED}; install the workbench again")
+
+
+def lab_command(tour: Path, extra: Sequence[str] = ()) -> list[str]:
+    """Return the command that opens ``tour`` in JupyterLab, reachable from this machine only.
+
+    Args:
+        tour: the notebook.
+        extra: further arguments for JupyterLab; they override ours.
+    """
+    ours = {"ServerApp.ip": LOOPBACK, "ServerApp.root_dir": str(tour.parent)}
+    # JupyterLab accepts each option only once
+    flags = [f"--{name}={value}" for name, value in ours.items() if _given(extra, name) is None]
+    return [sys.executable, "-m", "jupyterlab", *flags, *extra, str(tour)]
+
+
+def _given(extra: Sequence[str], name: str) -> str | None:
+    """Return the value that ``extra`` gives a JupyterLab option, by name or alias; None if it sets none."""
+    for flag, following in zip_longest(extra, extra[1:], fillvalue=""):
+        written, equals, value = flag.partition("=")
+        if written in {f"--{name}", f"--{_ALIASES[name]}"}:
+            return value if equals else following
+    return None
+
+
+_COURSE = """\
+Copy the notebooks of the course, and the pictures that they show, into a folder, and open them in JupyterLab, reachable
+from this machine only. Files that are there already, such as notebooks that you worked on, stay as they are. Further
+arguments go to JupyterLab, such as --port 9000 or --no-browser."""
+_GRADE = """\
+Run a notebook without a browser, in its own folder and with a new kernel of this Python, and print the result of each
+check. No file is changed, and all processes that the notebook starts are ended. The exit status is 0 if all checks
+passed, 1 if some failed or never ran, and 2 if the notebook could not be run: it is missing, is no notebook, or has no
+check. With --against, graded cells of the instructor's copy take the place of those with the same nbgrader id, cell id
+or names of checks; a cell that was deleted is put back, and no other check counts."""
+_DEMO = "Run the tour on 4 ranks, and write it as a page (tour.html) and as a trace (tour.trace) that %fsdp open shows."
+_LAB = f"""\
+Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
+first copied into the current directory, unless it is there already. Further arguments go to JupyterLab, such as
+--port 9000 or --no-browser; with --ServerApp.root_dir FOLDER the tour is copied into FOLDER."""
+_LINT = """\
+Run a training script on CPU ranks of this machine, unchanged, as torchrun would; then check each sharded model that a
+variable of the script holds, or one of its functions that trains, as %fsdp lint does. Arguments that are not listed
+here go to the script, and so does everything after --. The exit status is 0 if nothing was found, 1 if there are
+faults, and 2 if nothing could be checked: the script failed, or holds no sharded model."""
+_VIEW = """\
+Write a trace file, or the recording in a folder, as a page that replays it in any browser. Profiles of torch.profiler
+and dumps of the Flight Recorder are read too: a file, a folder with one for each rank, or a pattern in quotes, such as
+'out/rank*.json.gz'."""
+_WHERE = """\
+Say where the ranks of a recorded run are, which collective they wait for, and which rank has not started it. The folder
+is that of python -m workbench.record --out FOLDER; the run may continue meanwhile, on other hosts. It may also have
+dumps of the Flight Recorder, one for each rank. The exit status is 1 if the run is stalled, or a rank failed or was
+killed, and 2 if the folder cannot be read."""
+_VERIFY = """\
+Check a training recipe: run a script on CPU ranks, as %fsdp run does, then compare one step of its sharded model with
+the same step of an unsharded copy. The workbench's engine takes the place of torch's fully_shard and
+FullyShardedDataParallel in the script; DistributedDataParallel stays torch's. The script must define a function of one
+training step (train_step, or --fn) that reaches the model and the optimizer by variables. Further arguments go to the
+script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
+_VERIFY_NEEDS = (
+    "The script must shard a model with fully_shard or FullyShardedDataParallel, or wrap it in "
+    "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
+    "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
+)
+_DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser, and the parsers of its subcommands by name."""
+    parser = argparse.ArgumentParser(prog="workbench", description="See, debug and teach sharded training.")
+    parser.set_defaults(json=False)
+    parser.add_argument("--version", action="version", version=f"workbench {__version__}")
+    words = parser.add_subparsers(
+        dest="word", required=True, metavar="demo | lab | course | grade | doctor | lint | view | where | verify"
+    )
+    demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
+    demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
+    words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
+    course = words.add_parser("course", description=_COURSE, help="copy the notebooks into a folder and open them")
+    course.add_argument("folder", nargs="?", default="fsdp-course", metavar="DIR", help="default: fsdp-course")
+    course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
+    grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
+    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook")
+    grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
+    grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
+    grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
+    grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
+    grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
+    about = "check the installation, train on two ranks, and say how to repair it"
+    words.add_parser("doctor", description=_DOCTOR, help=about)
+    about = "run a script on CPU ranks, and check how its models are sharded"
+    lint = words.add_parser("lint", description=_LINT, help=about, allow_abbrev=False)
+    lint.add_argument("script", help="the training script; further arguments are the script's")
+    lint.add_argument("-n", "--num-ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    lint.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    view = words.add_parser("view", description=_VIEW, help="write a trace or a recording as a page")
+    view.add_argument("trace", help="a trace file, the folder of a recording, or files of a profiler")
+    view.add_argument("--out", metavar="FILE", help="the page to write (default: the trace's name, with .html)")
+    view.add_argument("--steps", default="", help="the steps to write, such as 3..5, or -20.. for the newest 20")
+    where = words.add_parser("where", description=_WHERE, help="say where the ranks of a recorded run are")
+    where.add_argument("folder", help="the folder of the recording, or of dumps")
+    verify = words.add_parser(
+        "verify", description=_VERIFY, help="compare a script's step with that of an unsharded copy", allow_abbrev=False
+    )
+    verify.add_argument(
+        "-n", dest="num_ranks", type=int, default=2, metavar="RANKS", help="number of ranks (default 2)"
+    )
+    verify.add_argument("--fn", default="train_step", help="the script's function of one step (default train_step)")
+    verify.add_argument("--model", default="", help="the script's sharded model (default: the only one)")
+    verify.add_argument(
+        "--repeat", action="store_true", help="run the sharded step twice instead, and compare all bits"
+    )
+    verify.add_argument(
+        "script", help="the training script; all other arguments are its own, and so are those after --"
+    )
+    for word, each in words.choices.items():
+        if word not in {"lab", "course", "grade"}:
+            each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+    return parser, words.choices
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from workbench.cli import demo  # noqa: PLC0415 - loaded when used
+
+    stream = sys.stderr if args.json else sys.stdout
+    report = demo.run(find_tour(), Path(args.out), partial(_say, stream))
+    _write_document(args, report)
+    if report.communication.as_expected:
+        return 0
+    sys.stderr.write("Some collectives differ from the expected ones: see `%fsdp comms` in the page.\n")
+    return 1
+
+
+def _say(stream: TextIO, line: str) -> None:
+    stream.write(f"{line}\n")
+    stream.flush()
+
+
+def _lab(extra: Sequence[str]) -> int:
+    _need_lab()
+    tour, root = find_tour(), _given(extra, "ServerApp.root_dir")
+    if root is not None:
+        folder = Path(root).expanduser().absolute()
+        tour = tour if tour.is_relative_to(folder) else _copied(tour, folder)  # Lab opens only files below its root
+    elif tour.parent == _INSTALLED:  # users do not work inside an installed package
+        tour = _copied(tour, Path.cwd())
+    os.execv(sys.executable, lab_command(tour, extra))
+
+
+def _need_lab() -> None:
+    """Raise ModuleNotFoundError if JupyterLab is not installed."""
+    if find_spec("jupyterlab") is None:
+        raise ModuleNotFoundError("JupyterLab is not installed")
+
+
+def _course(args: argparse.Namespace) -> int:
+    from workbench.cli import course_copy  # noqa: PLC0415 - loaded when used
+
+    folder = Path(args.folder).expanduser().absolute()
+    copied = course_copy.copy_course(find_tour().parent, folder)
+    sys.stderr.write(f"{copied}\n")
+    if args.copy_only:
+        return 0
+    _need_lab()
+    os.execv(sys.executable, lab_command(copied.first, args.rest))
+
+
+def _grade(args: argparse.Namespace) -> int:
+    from workbench.cli import grade, grade_files  # noqa: PLC0415 - loaded when used
+    from workbench.reports.json_document import document, to_line  # noqa: PLC0415
+
+    against = None if args.against is None else Path(args.against)
+    limit = grade.TIMEOUT_S if args.timeout is None else args.timeout
+    try:
+        report = grade.grade(Path(args.notebook), against=against, timeout_s=limit)
+    except UsageError as error:
+        _write_file(args.json_file, to_line(document(args.word, error=error)))
+        _write_file(args.gradescope, grade_files.not_run(error))
+        return _fail(args, error, 2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: all processes of the notebook have ended\n")
+        return 130
+    sys.stdout.write(f"{_printable(str(report))}\n")
+    try:
+        _write_file(args.json_file, to_line(document(args.word, report)))
+        _write_file(args.junit, grade_files.to_junit(report))
+        _write_file(args.gradescope, grade_files.to_gradescope(report))
+    except UsageError as error:
+        return _fail(args, error, 2)
+    return 0 if report.passed else 1
+
+
+def _write_file(file: str | None, text: str) -> None:
+    """Write a text into a file, if there is one.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if file is not None:
+        try:
+            Path(file).write_text(f"{text}\n", "utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {file}: {error.strerror}") from error
+
+
+def _copied(tour: Path, folder: Path) -> Path:
+    """Return the path of the tour in ``folder``; copy it there unless it exists.
+
+    Raises:
+        UsageError: the copy fails.
+    """
+    copy = folder / TOUR
+    try:
+        if not copy.exists():
+            shutil.copy(tour, copy)
+            sys.stderr.write(f"The tour was copied to {copy}\n")
+    except OSError as error:
+        raise UsageError(f"cannot copy the tour to {folder}: {error.strerror}") from error
+    return copy
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from workbench.cli import doctor  # noqa: PLC0415 - loaded when used
+
+    if args.json:
+        found = doctor.run(lambda _: None)
+        _write_document(args, found)
+    else:
+        found = doctor.run()
+        verdict = "All checks passed." if found.is_well else "Some checks failed: see the lines marked BAD."
+        sys.stdout.write(f"\n{verdict}\n")
+    return 0 if found.is_well else 1
+
+
+def _lint(args: argparse.Namespace) -> int:
+    from workbench.cli import lint_script  # noqa: PLC0415 - loaded when used
+
+    try:
+        report = lint_script.run(
+            args.script, args.rest, module=args.module, num_ranks=args.num_ranks, on_output=_show_output
+        )
+    except WorkbenchError as error:
+        return _fail_of_script(args, error)
+    _write_report(args, report)
+    return int(bool(report.faults))
+
+
+def _fail_of_script(args: argparse.Namespace, error: WorkbenchError) -> int:
+    """Say why nothing was checked; return the exit status. The ranks are stopped: advice about them does not hold."""
+    if isinstance(error, RankError) and error.traceback:
+        sys.stderr.write(f"{without_colours(error.traceback)}\n\n")
+    again = f"nothing was checked: correct {args.script} and run workbench {args.word} again"
+    if error.advice:
+        error.args = (str(error).removesuffix(error.advice) + again,)
+    elif isinstance(error, Interrupted):
+        error.args = ("interrupted: nothing was checked",)
+    return _fail(args, error, 2)
+
+
+def _show_output(output: Any) -> None:  # noqa: ANN401 - an Output, whose module is loaded when used
+    """Write output of a script to standard error: standard output is the report's."""
+    from workbench.session.outputs import text_of  # noqa: PLC0415 - loaded when used
+
+    sys.stderr.write(text_of([output]))
+
+
+def _view(args: argparse.Namespace) -> int:
+    from workbench.export import export  # noqa: PLC0415 - loaded when used
+    from workbench.session.trace_selectors import opened_with_notes  # noqa: PLC0415
+
+    opened = opened_with_notes(args.trace)
+    for note in opened.notes:
+        sys.stderr.write(f"note: {_printable(note)}\n")
+    report = export(opened.trace, args.out or Path(args.trace).resolve().name + ".html", args.steps)
+    _write_report(args, report, notices=opened.notes)
+    return 0
+
+
+def _where(args: argparse.Namespace) -> int:
+    from workbench.reports.run_where import where  # noqa: PLC0415 - loaded when used
+
+    try:
+        recording, now_ns = _recorded(Path(args.folder))
+    except (OSError, TraceError) as error:
+        why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return _fail(args, TraceError(why), 2)
+    report = where(recording, now_ns)
+    if args.json:
+        _write_document(args, report)
+    else:
+        sys.stdout.write(f"{_printable(str(report))}\n")
+    return int(report.is_stalled)
+
+
+def _recorded(folder: Path) -> tuple[Recording, int]:
+    """Return the recording in a folder, or that of its dumps, and the time of day at which its ranks are judged."""
+    from workbench.trace.read_recording import is_recording, read  # noqa: PLC0415 - loaded when used
+
+    if not is_recording(folder):
+        from workbench.importers.file_formats import dumps_in  # noqa: PLC0415 - many modules
+        from workbench.importers.flight_recorder import read as read_dumps  # noqa: PLC0415
+
+        dumps = dumps_in(folder)
+        if dumps:
+            recording = read_dumps(dumps)  # ranks are judged at the time at which the last dump was written
+            written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if rank.last_beat is not None]
+            return recording, max(written, default=time.time_ns())
+    return read(folder, newest_only=True), time.time_ns()
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from workbench.cli.script_ranks import ScriptRanks  # noqa: PLC0415 - loaded when used
+
+    try:
+        with ScriptRanks(args.num_ranks, _show_output) as ranks:
+            ranks.take_our_engine()
+            ranks.run_script(args.script, args.rest)
+            try:
+                report = ranks.verify(args.model, args.fn, repeat=args.repeat)
+            except UsageError as error:
+                raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
+    except WorkbenchError as error:
+        return _fail_of_script(args, error)
+    _write_report(args, report)
+    return int(bool(report.problem)) if report.could_compare else 2
+
+
+def _printable(text: str) -> str:
+    """Return text of a file without control characters, through which it could command a terminal."""
+    return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+_COMMANDS = {
+    "demo": _demo,
+    "course": _course,
+    "grade": _grade,
+    "doctor": _doctor,
+    "lint": _lint,
+    "view": _view,
+    "where": _where,
+    "verify": _verify,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
