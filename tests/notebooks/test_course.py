@@ -74,7 +74,7 @@ def test_it_asks_for_a_prediction(path):
 def _marks(path, num_ranks):
     if num_ranks == 2:  # test_inside.py runs its notebook on 2 ranks
         return pytest.mark.thorough if path == INSIDE else ()
-    return pytest.mark.exhaustive(alone=True)
+    return pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
