@@ -115,6 +115,7 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
             "ranks 0-1 failed: exit status 3",
             True,
         ),
+        ([alive(n) for n in (0, 1, 2)], "ranks 0-2 have recorded no event for 30.0 s", True),
         ([alive(0)], "rank 0 has recorded no event for 30.0 s", True),
         # neither a run that ended well, nor a rank that was killed
         ([alive(n, RUNS, stop=STOP) for n in (0, 1)], "ranks 0-1 are no longer recorded", True),

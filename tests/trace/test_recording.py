@@ -287,7 +287,7 @@ def test_only_as_many_rows_as_a_trace_may_have_are_kept_in_memory(tmp_path, monk
     earlier = tuple(EarlierSteps().then(part.rows[: part.end_seq - 150]) for part in trace.ranks)
     assert found.ranks == tuple(replace(part, earlier=e) for part, e in zip(newest, earlier, strict=True))
     first = found.ranks[0].rows["step"][0]
-    note = f"a trace holds 301 events: the newest 150 of each rank are shown, from step {first} on"
+    note = f"at most 301 events are read: the newest 150 of each rank are shown, from step {first} on"
     assert recording.notes == (f"{note}; of earlier steps, times and logged values are kept",)
     recording = read(tmp_path, newest_only=True)
     assert (recording.trace.ranks, recording.notes) == (newest, (note,))

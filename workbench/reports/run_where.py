@@ -196,11 +196,12 @@ class RunWhereReport(Report):
         return f"{words}: {', '.join(blame)}"
 
     def _silent(self) -> list[str]:
+        silent = (each for each in self.positions if each.state is RunState.SILENT)
+        alike = by_value((each.rank, (format_long(each.for_ns), each.users_frame)) for each in silent)
         return [
-            f"{label([position.rank])} has recorded no event for {format_long(position.for_ns)}"
-            + (f", in {position.users_frame}" if position.users_frame else "")
-            for position in self.positions
-            if position.state is RunState.SILENT
+            f"{label(ranks)} {'has' if len(ranks) == 1 else 'have'} recorded no event for {time}"
+            + (f", in {frame}" if frame else "")
+            for (time, frame), ranks in alike.items()
         ]
 
     def __str__(self) -> str:

@@ -64,6 +64,8 @@ ALIVE_NS = 10_000_000_000
 """A process writes every second that it is alive. One that has not for this long is gone, or its host is."""
 
 _MAX_T_NS = 2**62
+NEWEST_ROWS = 1_000_000
+"""Rows of all ranks together, where only the newest are asked for: read in about a second."""
 _MAX_QUIET = 1000
 _SHOWN_RANKS = 8
 _PART_BYTES = 1 << 18
@@ -147,11 +149,12 @@ class RecordingReader:
 
     Args:
         folder: the folder.
-        newest_only: leave out the steps before the newest rows, which saves the time to unpack them.
+        newest_only: read :data:`NEWEST_ROWS`, without the steps before them: enough to say why ranks stand.
     """
 
     def __init__(self, folder: Path, *, newest_only: bool = False) -> None:
         self._folder, self._newest_only = folder, newest_only
+        self._max_rows = min(MAX_ROWS, NEWEST_ROWS) if newest_only else MAX_ROWS
         self._lock = threading.Lock()
         self._trace = Trace.empty()
         self._builder: TraceBuilder | None = None  # None: the trace was read at once
@@ -219,7 +222,7 @@ class RecordingReader:
         self._left_out, self._builder, self._readers, found = {}, None, {}, dict[int, Trace]()
         known_units: dict[str, Any] = {}
         for rank in sorted(files):
-            options: dict[str, Any] = {"max_rows": MAX_ROWS // len(files), "newest_only": self._newest_only}
+            options: dict[str, Any] = {"max_rows": self._max_rows // len(files), "newest_only": self._newest_only}
             reader, trace = _read_rank(partial(_RankReader, rank, known_units, **options), files[rank])
             self._readers[rank] = reader
             first = next((self._readers[shown] for shown in found), reader)
@@ -252,7 +255,7 @@ class RecordingReader:
             which = f"every {every}th earlier step" if every > 1 else "earlier steps"
             kept = f"; of {which}, times and logged values are kept" if len(part.earlier.rows) else ""
             yield (
-                f"a trace holds {MAX_ROWS:,} events: the newest {len(first):,} of each rank are shown, from step "
+                f"at most {self._max_rows:,} events are read: the newest {len(first):,} of each rank are shown, from step "
                 f"{int(first[0]) if len(first) else 0} on{kept}"
             )
 
