@@ -625,8 +625,8 @@ class Workbench:
             code: as in a notebook; ``rank``, ``world_size``, ``device`` and ``mesh`` are defined.
             ranks: the ranks that run it; None: all.
             on_output: called with the ranks' output as it arrives: once as long as it is equal on all ranks; from the
-                first line that differs on, with displays of each rank's output (tabs in a notebook), which are then
-                updated. Figures and the like are shown from the first rank only.
+                first line or figure that differs on, with displays of each rank's output (tabs in a notebook), which
+                are then updated.
             on_standing: called after 3 s without output, with a sentence that says which ranks still work, for how long
                 and in which line; each call replaces the last sentence. ``""`` clears it.
 

@@ -23,9 +23,13 @@ for turn in range(2):
         print(f"rank {{rank}}, turn {{turn}}, line {{line}}")
     _ = open(f"{folder}/turn-{{turn}}-{{rank}}").read()"""
 FIGURE = """%%fsdp
-from IPython.display import HTML, display
-print("before", rank)
-display(HTML(f"<i>figure of rank {rank}</i>"))
+from IPython.display import HTML, SVG, display
+import warnings
+warnings.warn("careful")
+display(HTML("<i>the same</i>"))
+display(HTML(f"<table><tr><td>table of rank {rank}</td></tr></table>"))
+display(SVG(f"<svg xmlns='http://www.w3.org/2000/svg' width='150' height='60'>"
+            f"<circle cx='{30 + 40 * rank}' cy='30' r='25' fill='teal'/></svg>"))
 print("after", rank)"""
 AGREE, WAIT, TEXT, DRAW = range(2, 6)
 
@@ -133,13 +137,23 @@ def test_arrow_keys_switch_tabs_and_output_is_escaped(lab):
     assert "evil" not in lab.page.title()
 
 
-def test_figures_are_those_of_the_first_rank(lab):
+def test_figures_that_differ_are_in_tabs_and_equal_ones_appear_once(lab):
     lab, _ = lab
     lab.run(DRAW)
     lab.ends(DRAW)
     cell = lab.cell(DRAW)
-    assert cell.locator("i").all_inner_texts() == ["figure of rank 0"]
-    assert [text.splitlines()[-1] for text in seen(cell)] == ["after 0"]
+    tables, pictures = cell.locator("td"), cell.locator("section img")
+    pictures.nth(2).wait_for(state="attached")
+    assert cell.locator("i").all_inner_texts() == ["the same"]
+    for rank in range(NUM_RANKS):
+        tab(cell, f"rank {rank}").check()
+        assert [table.inner_text() for table in tables.all() if table.is_visible()] == [f"table of rank {rank}"]
+        assert [picture.is_visible() for picture in pictures.all()] == [rank == other for other in range(NUM_RANKS)]
+    tab(cell, "all").check()
+    tops = {round(picture.bounding_box()["y"]) for picture in pictures.all()}
+    assert len(tops) == 1  # side by side
+    assert outputs(cell)[0].splitlines()[0] == "Cell, line 3: UserWarning: careful"
+    shot(lab, cell, "by_rank_figures")
 
 
 def test_no_outside_requests_and_no_console_errors(lab):

@@ -159,3 +159,11 @@ def test_a_traceback_without_frames_of_the_user_is_shown_whole():
     error = caught.value
     below = error.__traceback__.tb_next
     assert tracebacks.fold(plain)(type(error), error, below, 0) == plain(type(error), error, below, 0)
+
+
+def test_a_warning_names_the_line_of_a_cell(monkeypatch):
+    file = "/tmp/ipykernel_1/1.py"
+    monkeypatch.setitem(linecache.cache, file, (9, None, ["f(x)\n"], file))
+    assert tracebacks.format_warning("careful", UserWarning, file, 1) == "Cell, line 1: UserWarning: careful\n  f(x)\n"
+    elsewhere = ("careful", UserWarning, "/a.py", 3, "g(x)")
+    assert tracebacks.format_warning(*elsewhere) == "/a.py:3: UserWarning: careful\n  g(x)\n"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.cluster.pending_replies import Answer, Output, PendingReplies, settle
-from workbench.session.outputs import GRACE_S, RENEW_S, Stream, _Text, written_at_once
+from workbench.session.outputs import DISPLAY_GRACE_S, GRACE_S, RENEW_S, Stream, _Text, written_at_once
 
 PNG = Output("display", data={"image/png": "...", "text/plain": "<Figure>"})
 
@@ -203,7 +203,7 @@ def test_figures_are_shown_and_texts_that_differ_are_not_shown_twice():
     value = Output("result", data={"text/plain": "7"})
     outputs = job.write({0: value, 1: value}) + job.write({0: PNG, 1: PNG})
     assert outputs == [PNG]
-    assert plain(job.finish()[-1]) == "--- rank 0:\n0\n7\n<Figure>\n--- rank 1:\n1\n7\n<Figure>"
+    assert plain(job.finish()[-1]) == "--- rank 0:\n0\n7\n--- rank 1:\n1\n7"
 
 
 def test_clearing_the_output_removes_the_tabs():
@@ -241,6 +241,112 @@ def test_output_written_immediately():
     reported = "--- rank 1:\na\n--- rank 2:\nb\n"
     assert written_at_once({1: "a", 2: "b"}, outputs.append) == reported
     assert plain(outputs[-1]) == reported.rstrip("\n")
+
+
+# ---- displays and log lines
+
+
+def shown(data, plain="<Figure>", **more):
+    return Output("display", data={**data, "text/plain": plain}, **more)
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [
+        ({"image/png": "AAAA"}, {"image/png": "BBBB"}),
+        ({"text/html": "<b>rank 0</b>"}, {"text/html": "<b>rank 1</b>"}),
+        ({"image/svg+xml": "<svg>0</svg>"}, {"image/svg+xml": "<svg>1</svg>"}),
+        ({"application/json": {"a": 1}}, {"application/json": {"a": 2}}),
+        ({"image/png": "AAAA"}, {}),
+    ],
+)
+def test_displays_that_differ_in_any_form_are_in_tabs(mine, yours):
+    job = Job(2)
+    job.write("before\n")
+    _, lower = tabs(job.write({0: shown(mine), 1: shown(yours)}))
+    if "application/json" not in mine:
+        assert plain(lower) == "--- rank 0:\n<Figure>\n--- rank 1:\n<Figure>"
+    assert texts(job.outputs[:-2]) == ["before\n"]
+    (last,) = job.finish()
+    for data in (mine, yours):
+        for mime, value in data.items():
+            assert (f"data:{mime}" if mime.startswith("image") else str(value)[-3:-1]) in last.data["text/html"]
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours"),
+    [
+        ("<svg><path id='m1a2b'/><use href='#m1a2b'/></svg>", "<svg><path id='m7f00'/><use href='#m7f00'/></svg>"),
+        ('<p id="T_1">1</p><style>#T_1 {}</style>', '<p id="T_2">1</p><style>#T_2 {}</style>'),
+        ("<date>2026-11-29T10:11:12.123</date>", "<date>2026-11-29T10:11:12.456</date>"),
+        ("<i>f at 0x7f0123456789</i>", "<i>f at 0x7f0123456700</i>"),
+    ],
+)
+def test_names_drawn_at_random_are_no_difference(mine, yours):
+    job = Job(2)
+    outputs = job.write({0: shown({"text/html": mine}), 1: shown({"text/html": yours})})
+    assert outputs == [shown({"text/html": mine})]
+    assert texts(job.finish()) == ["--- 2 ranks agree\n"]
+
+
+def test_a_display_waits_longer_for_other_ranks():
+    job = Job(2)
+    assert job.write({0: PNG}, after_s=GRACE_S) == job.look(GRACE_S) == []
+    assert job.look(DISPLAY_GRACE_S) == [PNG]
+
+
+def test_what_displays_show_at_the_end_is_compared():
+    job = Job(2)
+    job.write({rank: shown({"text/html": "begins"}, display_id=f"id {rank}") for rank in (0, 1)})
+    update = [Output("update", data={"text/html": f"<b>{rank}</b>"}, display_id=f"id {rank}") for rank in (0, 1)]
+    assert job.write({0: update[0]}) == [update[0]]
+    job.write({1: update[1]})
+    lower = job.finish()[-1]
+    assert re.findall("<b>.</b>", lower.data["text/html"]) == ["<b>0</b>", "<b>1</b>"]
+
+
+def test_cleared_output_is_not_in_the_tabs():
+    job = Job(2)
+    job.write({0: "0\n", 1: "1\n"})
+    job.write(Output("clear"))
+    job.write({0: "new 0\n", 1: "new 1\n"})
+    assert plain(job.finish()[-1]) == "--- rank 0:\nnew 0\n--- rank 1:\nnew 1"
+
+
+LINES = {
+    "warning": "/tmp/ipykernel_{pid}/{pid}99.py:6: UserWarning: careful\n  f(x)\n",
+    "torch": "[rank{rank}]:W1128 11:06:36.{pid}000 {pid} torch/a.py:12] careful\n",
+    "logging": "2026-11-28 11:06:36,{pid} INFO careful\n",
+    "object": "<generator f at 0x7f0000{pid}>\n",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES)
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_lines_that_differ_only_in_their_process_are_one(line, in_pieces):
+    job = Job(2)
+    whole = {rank: line.format(rank=rank, pid=311 + rank) for rank in (0, 1)}
+    if in_pieces:
+        job.write({rank: text[:30] for rank, text in whole.items()})
+        job.write({rank: text[30:] for rank, text in whole.items()})
+    else:
+        job.write(whole)
+    job.write("and then\n")
+    assert texts(job.finish()) == ["--- 2 ranks agree\n"]
+    job = Job(2)
+    job.write({0: whole[0], 1: whole[1].replace("careful", "other").replace("f at", "g at")})
+    assert "differs" not in "".join(texts(job.finish()))
+    assert plain(job.outputs[-1]).count("---") == 2
+
+
+def test_an_unfinished_line_that_differs_appears_soon():
+    job = Job(2)
+    assert job.write({0: "rank 0 ...", 1: "rank 1 ..."}) == []
+    _, lower = tabs(job.look(2 * GRACE_S))
+    assert plain(lower) == "--- rank 0:\nrank 0 ...\n--- rank 1:\nrank 1 ..."
+    job = Job(2)
+    job.write({0: "rank 0 ...", 1: "rank 1 ..."})
+    assert plain(job.reported(job.stream.pause)[-1]) == plain(lower)
 
 
 # ---- laws

@@ -11,9 +11,9 @@ from typing import Any
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending_replies import Output
+from workbench.reports.per_rank_tabs import WIDGET_MIME
 from workbench.widgets.progress import in_notebook
 
-WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
 
 

@@ -1,4 +1,7 @@
-"""The ranks' output where it differs: as text, and as tabs that need no script. Pure.
+"""The ranks' output where it differs: as text and pictures, in tabs that need no script. Pure.
+
+In a rank's text, a display (a figure, HTML, a table) is a *token*, a line that names its content. Displays that show
+the same have equal tokens, so ranks are compared as text alone.
 
 There are two displays. The upper one holds the tabs, which are radio buttons; it is never updated, so the user's choice
 stays. The lower one holds a pane for each text and is updated as ranks write. Its style sheet decides which panes are
@@ -8,10 +11,14 @@ sheets, all panes are shown one below the other under their labels.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html
+import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from workbench.base.text_formats import plural
 from workbench.replay.grouping import by_value, label
@@ -24,6 +31,12 @@ ALL_CHARS = 160_000
 
 FEW_CHARS = 2_500
 
+ALL_DISPLAY_CHARS = 8_000_000
+"""Characters kept of the displays of all panes together; of older ones, the text remains."""
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+"""A widget of a rank, which no front end can reach; its text is shown."""
+
 TABS = "--- ranks differ:"
 """Replaces the tabs in plain text."""
 
@@ -33,6 +46,19 @@ CUT = "... earlier output is left out"
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]?|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])?")
 _SPEED = re.compile(r"\[(?:\d+:)+\d+(?:<[^,\]]*)?, *[^,\]]*")
 _UNSEEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_TIME = r"(?:\d{4}-\d\d-\d\d[ T]|\b)\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_OF_A_PROCESS = re.compile(
+    rf"^\[rank\d+\]: ?|(?<=\b[A-Z]\d{{4}} ){_TIME} +\d+|{_TIME}|ipykernel_\d+[/\\]\d+\.py|\bat 0x[0-9a-f]{{6,}}|"
+    r"\(pid=\d+\)",
+    re.MULTILINE,
+)
+_ID = re.compile(r"""\bid=(["'])([^"']+)\1""")
+_WORD = re.compile(r"[\w:.-]+")
+_UUID = re.compile(r"\b[0-9a-f]{8}(?:-?[0-9a-f]{4}){3}-?[0-9a-f]{12}\b")
+_TOKEN = re.compile("\ue000([^\ue000\ue001\n]+)\ue001\n?")
+
+Bundle = Mapping[str, Any]
+"""A display: value per MIME type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +80,13 @@ class Pane:
 
     Attributes:
         ranks: ranks with this output, ascending.
-        text: as a terminal would show it.
+        text: as a terminal would show it, with a token for each display.
+        displays: the displays of all ranks by the name in their token.
     """
 
     ranks: tuple[int, ...]
     text: str
+    displays: Mapping[str, Bundle] = field(default_factory=dict, repr=False)
 
 
 def kept_chars(num_ranks: int) -> int:
@@ -95,24 +123,79 @@ def _typed(text: str) -> str:
 
 
 def drawn(text: str) -> str:
-    r"""Return what a terminal shows of ``text``, without time and speed of tqdm's bars, in which ranks always differ.
+    r"""Return what a terminal shows of ``text``, without what always differs between processes.
+
+    That is time and speed of tqdm's bars, and in log lines, warnings and representations of objects the rank's prefix,
+    the time, the process id, the temporary file of a cell, and addresses.
 
     Example: ``" 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|##| 2/2 [00:02<00:00,  1.1s/it, loss=2]"`` ->
     ``"100%|##| 2/2 [, loss=2]"``.
     """
-    return "\n".join(line.rstrip() for line in _SPEED.sub("[", screen(text)).split("\n"))
+    shown = _OF_A_PROCESS.sub("", _SPEED.sub("[", screen(text)))
+    return "\n".join(line.rstrip() for line in shown.split("\n"))
 
 
-def panes_of(written: Mapping[int, RankOutput], first: int) -> tuple[Pane, ...]:
+def panes_of(
+    written: Mapping[int, RankOutput], first: int, displays: Mapping[str, Bundle] | None = None
+) -> tuple[Pane, ...]:
     """Return a pane for each text: that of rank ``first``, then the others in rank order."""
     order = sorted(written, key=lambda rank: (rank != first, rank))
     groups = by_value((rank, drawn(_shown(written[rank]))) for rank in order)
-    return tuple(Pane(ranks=tuple(sorted(ranks)), text=_shown(written[ranks[0]])) for ranks in groups.values())
+    return tuple(
+        Pane(ranks=tuple(sorted(ranks)), text=_shown(written[ranks[0]]), displays=displays or {})
+        for ranks in groups.values()
+    )
 
 
 def _shown(written: RankOutput) -> str:
     text = written.text.partition("\n")[2] if written.is_cut and "\n" in written.text else written.text
-    return (f"{CUT}\n" if written.is_cut else "") + screen(text).rstrip("\n")
+    before, cleared, after = text.rpartition(CLEARED)
+    is_cut = written.is_cut and not cleared
+    return (f"{CUT}\n" if is_cut else "") + screen(after if cleared else before + after).rstrip("\n")
+
+
+# ---- displays
+
+
+def token(name: str) -> str:
+    """Return the line that stands for a display in the text of a rank."""
+    return f"\ue000{name}\ue001\n"
+
+
+CLEARED = token("cleared")
+"""Where a rank cleared its output."""
+
+
+def name_of(data: Bundle) -> str:
+    """Return the name of a display, equal for displays that show the same.
+
+    Ids within markup are names, which libraries draw at random.
+    """
+    text = json.dumps(data, sort_keys=True, default=str, ensure_ascii=False).replace('\\"', '"').replace("\\n", "\n")
+    ids = {found: f"#{place}" for place, found in enumerate(dict.fromkeys(id_ for _, id_ in _ID.findall(text)))}
+    if ids:
+        text = _WORD.sub(lambda found: ids.get(found[0], found[0]), text)
+    return hashlib.sha256(_UUID.sub("", drawn(text)).encode(errors="replace")).hexdigest()[:16]
+
+
+def _pieces(pane: Pane) -> Iterator[str | Bundle]:
+    """Yield the texts and displays of a pane, in order."""
+    for place, piece in enumerate(_TOKEN.split(pane.text)):
+        if place % 2:
+            yield pane.displays.get(piece, {})
+        elif piece:
+            yield piece
+
+
+def _text_of(pieces: Iterator[str | Bundle]) -> str:
+    return "".join(each if isinstance(each, str) else f"{_plain(each)}\n" for each in pieces).rstrip("\n")
+
+
+def _plain(data: Bundle) -> str:
+    """Return a display as text."""
+    if "application/json" in data:
+        return json.dumps(data["application/json"], indent=1, ensure_ascii=False)
+    return str(data.get("text/markdown", data.get("text/plain", "<display>")))
 
 
 def apart(panes: Sequence[Pane]) -> frozenset[int]:
@@ -135,7 +218,7 @@ def alone(rank: int, silent: Collection[int]) -> str:
 
 def as_text(panes: Sequence[Pane]) -> str:
     r"""Return the panes one below the other, such as ``"--- ranks 0-1:\na\n--- rank 2:\nb\n"``."""
-    return "".join(f"--- {label(pane.ranks)}:\n{pane.text or NOTHING}\n" for pane in panes)
+    return "".join(f"--- {label(pane.ranks)}:\n{_text_of(_pieces(pane)) or NOTHING}\n" for pane in panes)
 
 
 # ---- as a page
@@ -156,6 +239,8 @@ _PANES = """<style>
 #NAME-panes > section {margin: 4px 0 8px; border-left: 2px solid rgba(128, 128, 128, 0.4); padding-left: 8px}
 #NAME-panes > section > div {opacity: 0.75;
   font: 11px/1.5 var(--jp-ui-font-family, var(--vscode-font-family, sans-serif))}
+#NAME-panes > section > img {display: block; max-width: 100%; height: auto}
+#NAME-panes > section > .wb-html {overflow: auto}
 #NAME-panes > section > pre {margin: 0; padding: 0; background: none; border: 0; color: inherit; max-height: 36em;
   overflow: auto; white-space: pre-wrap; overflow-wrap: anywhere;
   font: var(--jp-code-font-size, 13px)/1.35
@@ -202,15 +287,41 @@ def panes_page(name: str, panes: Sequence[Pane], marked: Collection[int], *, is_
         rules.append(", ".join(f"label:has(> #{name}-r{rank})::after" for rank in sorted(marked)) + _MARK)
     if is_live:  # a reversed column stays scrolled to its end as it grows
         rules.append(f"#{name}-panes > section > pre {{display: flex; flex-direction: column-reverse}}")
+    if any(pane.displays for pane in panes):  # pictures are compared side by side
+        rules.append(f":has(#{name}-all:checked) ~ * #{name}-panes {{display: flex; flex-wrap: wrap; gap: 0 12px}}")
+        rules.append(f"#{name}-panes > section {{min-width: 0}}")
+        rules.append(f":has(#{name}-all:checked) ~ * #{name}-panes > section {{flex: 1 1 20em}}")
     style = _PANES.replace("NAME", name).replace("RULES", "\n".join(rules))
-    return f'{style}<div id="{name}-panes">{"".join(map(_section, panes))}</div>'
+    sections = "".join(_section(pane, ALL_DISPLAY_CHARS // len(panes)) for pane in panes)
+    return f'{style}<div id="{name}-panes">{sections}</div>'
 
 
 def _ranks(panes: Sequence[Pane]) -> list[int]:
     return sorted(rank for pane in panes for rank in pane.ranks)
 
 
-def _section(pane: Pane) -> str:
+def _section(pane: Pane, room: int) -> str:
+    """Return a pane as HTML; its displays get ``room`` characters, the newest first."""
     classes = " ".join(f"r{rank}" for rank in pane.ranks)
-    text = html.escape(pane.text or NOTHING)
-    return f'<section class="{classes}"><div>{label(pane.ranks)}</div><pre><span>{text}</span></pre></section>'
+    parts: list[str] = []
+    for piece in reversed([*_pieces(pane)] or [NOTHING]):
+        shown = "" if isinstance(piece, str) else _picture(piece)
+        room -= len(shown)
+        text = piece if isinstance(piece, str) else _plain(piece)
+        parts.append(shown if shown and room >= 0 else f"<pre><span>{html.escape(text.rstrip())}</span></pre>")
+    return f'<section class="{classes}"><div>{label(pane.ranks)}</div>{"".join(reversed(parts))}</section>'
+
+
+def _picture(data: Bundle) -> str:
+    """Return a display as HTML; empty if only its text can be shown."""
+    if "text/html" in data:
+        return f"<div class='wb-html'>{data['text/html']}</div>"
+    if "text/latex" in data:
+        return f"<div class='wb-html'>{html.escape(str(data['text/latex']))}</div>"
+    for mime in ("image/svg+xml", "image/png", "image/jpeg", "image/gif", "image/webp"):
+        if mime in data:
+            value = str(data[mime])
+            encoded = base64.b64encode(value.encode()).decode() if mime == "image/svg+xml" else "".join(value.split())
+            alt = html.escape(str(data.get("text/plain", mime)), quote=True)
+            return f'<img src="data:{mime};base64,{encoded}" alt="{alt}">'
+    return ""

@@ -108,7 +108,12 @@ def is_of_a_library(frame: FrameType) -> bool:
 
 def is_of_a_cell(frame: FrameType) -> bool:
     """Whether a frame's code comes from a cell; a command's frame has the cells' namespace but not their code."""
-    return _CELL.search(frame.f_code.co_filename) is not None
+    return is_file_of_a_cell(frame.f_code.co_filename)
+
+
+def is_file_of_a_cell(path: str) -> bool:
+    """Whether a file is the temporary one of a cell."""
+    return _CELL.search(path) is not None
 
 
 def _is_of_the_script(frame: FrameType) -> bool:

@@ -1,5 +1,7 @@
 """Tracebacks of a rank's IPython: the user's frames, with the frames of libraries folded into one line.
 
+Warnings name a line of a cell as tracebacks do.
+
 torch's errors about sharded parameters are explained first, see :mod:`workbench.engine.explain`, and get a note, see
 :mod:`workbench.runtime.error_notes`.
 
@@ -9,6 +11,8 @@ source, take seconds of the rank's time.
 
 from __future__ import annotations
 
+import linecache
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,13 +22,16 @@ from typing import Any
 from workbench.engine.explain import explain
 from workbench.errors import MAX_MESSAGE, shortened
 from workbench.runtime.namespace import user_namespace
-from workbench.runtime.stacks import is_of_a_library, place_in_file
+from workbench.runtime.stacks import is_file_of_a_cell, is_of_a_library, place_in_file
 
 MAX_FRAMES = 20
 """Most frames of the user's code shown for one exception: the outermost and the innermost half of them."""
 
 Render = Callable[..., list[str]]
 """``structured_traceback`` of IPython's ``InteractiveTB``."""
+
+_formatted = warnings.formatwarning
+"""Python's own."""
 
 
 def fold(render: Render) -> Render:
@@ -84,12 +91,23 @@ def _short(error: BaseException, known: dict[int, BaseException] | None = None) 
 
 
 def install() -> None:
-    """Have IPython, if this process runs it, fold its tracebacks from now on."""
+    """Have IPython, if this process runs it, fold its tracebacks and name cells in warnings from now on."""
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
         formatter = get_ipython().InteractiveTB
         # use the class's method: the process may have been a rank before
         formatter.structured_traceback = fold(partial(type(formatter).structured_traceback, formatter))
+        warnings.formatwarning = format_warning
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Return a warning as Python does, with ``Cell, line 6`` instead of a cell's temporary file."""
+    if not is_file_of_a_cell(filename):
+        return _formatted(message, category, filename, lineno, line)
+    source = linecache.getline(filename, lineno) if line is None else line
+    return f"Cell, line {lineno}{_formatted(message, category, '', lineno, source).removeprefix(f':{lineno}')}"
 
 
 def _frames(tb: TracebackType | None) -> list[TracebackType]:

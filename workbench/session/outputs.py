@@ -7,20 +7,28 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
 from uuid import uuid4
 
 from workbench.cluster.pending_replies import Answer, Output, OutputKind, PendingReplies
 from workbench.reports import per_rank_tabs
-from workbench.reports.per_rank_tabs import Pane, RankOutput
+from workbench.reports.per_rank_tabs import CLEARED, Pane, RankOutput
 
 GRACE_S = 0.25
 """How long the output of one rank waits for that of the other ranks, in seconds."""
+
+DISPLAY_GRACE_S = 2.0
+"""The same for a display: the first figure of a process takes long, and cannot be moved into the tabs afterwards."""
 
 RENEW_S = 0.2
 """Minimum time between two updates of the tabs, in seconds."""
 
 CHARS_A_SECOND = 500_000
 """Limit of forwarded characters of tabs per second: large tabs are updated less often."""
+
+COMPARED_CHARS = 4_000
+"""Characters that are compared at once."""
 
 OnOutput = Callable[[Output], None]
 
@@ -38,8 +46,9 @@ def text_of(outputs: Iterable[Output]) -> str:
 
 def _is_text(output: Output) -> bool:
     """Return whether the output consists of text only."""
-    shown = output.kind in {"display", "result"} and not output.display_id and output.data.keys() == {"text/plain"}
-    return shown or output.kind in {"stdout", "stderr"}
+    if output.kind in {"display", "result"} and not output.display_id:
+        return output.data.keys() - {per_rank_tabs.WIDGET_MIME} == {"text/plain"}
+    return output.kind in {"stdout", "stderr"}
 
 
 def written_at_once(texts: Mapping[int, str], on_output: OnOutput) -> str:
@@ -103,7 +112,11 @@ class _Rank:
         agreed: characters of the current part that match the first rank's output.
         matched: characters of the first rank's current part that they match.
         marks: ``(matched, agreed)`` after each line that both ranks redrew, each at its own pace.
-        is_drawing: whether both ranks are redrawing a line, which is compared when it ends.
+        drawing_until: time until which a line that differs may still be completed, which is compared when it ends;
+            -inf: there is none, inf: both ranks redraw it.
+        displays: place, name and output of each display that stays as it is.
+        slots: number of each display that can be updated, in order, by its id.
+        contents: name of what such a display shows now, by its number.
     """
 
     text: _Text = field(default_factory=_Text)
@@ -113,7 +126,18 @@ class _Rank:
     agreed: int = 0
     matched: int = 0
     marks: list[tuple[int, int]] = field(default_factory=list)
-    is_drawing: bool = False
+    drawing_until: float = -inf
+    displays: list[tuple[int, str, Output]] = field(default_factory=list)
+    slots: dict[str, int] = field(default_factory=dict)
+    contents: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def is_drawing(self) -> bool:
+        return self.drawing_until > -inf
+
+    @property
+    def has_written(self) -> bool:
+        return bool(self.part(0, len(self)).replace(CLEARED, "").strip())
 
     def __len__(self) -> int:
         return len(self.text) - self.base
@@ -128,12 +152,21 @@ class _Rank:
         self.text.add(text)
 
     def begin(self, base: int) -> None:
-        self.base, self.agreed, self.matched, self.marks, self.is_drawing = base, 0, 0, [], False
+        self.base, self.agreed, self.matched, self.marks, self.drawing_until = base, 0, 0, [], -inf
 
     def place_of(self, place: int) -> int:
         """Return the position in this rank's part that corresponds to ``place`` in the first rank's part."""
         matched, agreed = max((mark for mark in self.marks if mark[0] <= place), default=(0, 0))
         return agreed + place - matched
+
+    def shown(self, begin: int, without: Iterable[str]) -> str:
+        """Return the current part from ``begin`` on, with what its displays show now, ``without`` some of them."""
+        text = self.part(begin, len(self))
+        for name in without:
+            text = text.replace(per_rank_tabs.token(name), "", 1)
+        for slot, name in self.contents.items():
+            text = text.replace(per_rank_tabs.token(f"slot {slot}"), per_rank_tabs.token(name))
+        return text
 
     def line(self, place: int) -> tuple[str, int]:
         """Return the line of the current part that contains ``place``, and its end."""
@@ -153,15 +186,15 @@ class _Tabs:
 
     Attributes:
         name: prefix of both display ids.
-        lengths: text lengths of all ranks in the lower display; None: neither is shown yet.
+        num_outputs: number of outputs of each rank in the lower display; None: neither is shown yet.
     """
 
     name: str = field(default_factory=lambda: f"wb-{uuid4().hex[:12]}")
-    lengths: tuple[int, ...] | None = None
+    num_outputs: tuple[int, ...] | None = None
 
     def display(self, what: str, page: str, text: str, *, is_draft: bool) -> Output:
         data = {"text/html": page, "text/plain": text}
-        kind: OutputKind = "display" if self.lengths is None else "update"
+        kind: OutputKind = "display" if self.num_outputs is None else "update"
         return Output(kind, data=data, display_id=f"{self.name}-{what}", is_draft=is_draft)
 
 
@@ -169,7 +202,7 @@ class Stream:
     """Forwards the output of ranks: as it arrives while they agree, in tabs from the first differing line on.
 
     Output that the other ranks have not written yet is forwarded after :data:`GRACE_S`. A stop and the end report
-    whether all ranks wrote the same. Figures and other displays are forwarded from the first rank only.
+    whether all ranks wrote the same. Figures and other displays are compared by their whole content.
 
     Args:
         pending: the request.
@@ -181,7 +214,11 @@ class Stream:
         self._pending, self._first, self._clock = pending, rank, clock
         self._ranks = {number: _Rank() for number in pending.ranks}
         self._lead = self._ranks[rank]
-        self._held: deque[tuple[Output, int, float]] = deque()  # first rank: output, begin, arrival time
+        self._held: deque[tuple[Output, int, int, float]] = deque()  # first rank: output, begin, end, arrival time
+        self._displays: dict[str, dict[str, Any]] = {}  # of all ranks, by name
+        self._places: dict[int, int] = {}  # first rank: place of each display that can be updated
+        self._lifted: dict[int, str] = {}  # names of displays below the tabs, by their number in the current part
+        self._above_tabs: set[str] = set()  # first rank: ids of such displays that were forwarded
         self._apart_at: int | None = None
         self._apart: frozenset[int] = frozenset()
         self._num_handed = 0  # characters of the first rank's current part
@@ -199,6 +236,7 @@ class Stream:
         self._take()
         self._hand_on(on_output, self._is_settled)
         if self._apart_at is not None:
+            self._lift(on_output)
             self._renew(on_output)
 
     def _take(self) -> None:
@@ -206,47 +244,77 @@ class Stream:
         for number, rank in self._ranks.items():
             for output in self._pending.outputs(number, rank.num_seen):
                 rank.num_seen += 1
+                begin = len(rank)
+                rank.add(self._as_text(rank, output))
                 if rank is self._lead:
-                    self._held.append((output, len(rank), self._clock()))
-                rank.add(text_of([output]))
+                    self._held.append((output, begin, len(rank), self._clock()))
         self._lead.agreed = self._lead.matched = len(self._lead)
         for number in self._ranks.keys() - self._apart - {self._first}:
             self._compare(number, self._ranks[number])
+
+    def _as_text(self, rank: _Rank, output: Output) -> str:
+        """Return an output as it is compared: text, or the token of a display."""
+        if output.kind == "clear":
+            return CLEARED
+        if _is_text(output):
+            return text_of([output])
+        data = {mime: value for mime, value in output.data.items() if mime != per_rank_tabs.WIDGET_MIME}
+        if output.kind == "update" and output.display_id not in rank.slots:
+            return ""
+        name = per_rank_tabs.name_of(data)
+        self._displays.setdefault(name, data)
+        if not output.display_id:
+            rank.displays.append((len(rank.text), name, output))
+            return per_rank_tabs.token(name)
+        slot = rank.slots.setdefault(output.display_id, len(rank.slots))
+        rank.contents[slot] = name
+        if output.kind == "update":
+            return ""
+        if rank is self._lead:
+            self._places.setdefault(slot, len(rank.text))
+        return per_rank_tabs.token(f"slot {slot}")
 
     def _compare(self, number: int, rank: _Rank, *, is_over: bool = False) -> None:
         """Update how far ``rank`` agrees with the first rank; ``is_over``: all ranks are done, all lines complete."""
         lead = self._lead
         has_ended = rank.newline > rank.base + rank.agreed and lead.newline > lead.base + rank.matched
-        if rank.is_drawing and not (has_ended or is_over):
+        if self._clock() < rank.drawing_until and not (has_ended or is_over):
             return
         while True:
-            length = min(len(rank) - rank.agreed, len(lead) - rank.matched)
+            rest = min(len(rank) - rank.agreed, len(lead) - rank.matched)
+            length = min(rest, COMPARED_CHARS)
             theirs, ours = rank.part(rank.agreed, rank.agreed + length), lead.part(rank.matched, rank.matched + length)
             same = length
             if theirs != ours:
                 same = next(place for place, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
             rank.agreed, rank.matched = rank.agreed + same, rank.matched + same
+            if same == length < rest:
+                continue
             is_rest = same == length  # one of the two has written no more so far
             if is_rest and not (is_over and len(rank) - rank.agreed != len(lead) - rank.matched):
                 return
-            if not self._draw_alike(rank, is_over=is_over):
+            if not self._line_agrees(rank, is_over=is_over):
                 if not (is_rest or rank.is_drawing):
                     self._part(rank.matched, {number})
                 return
 
-    def _draw_alike(self, rank: _Rank, *, is_over: bool) -> bool:
-        """Skip a redrawn line, such as a progress bar, if both ranks end with the same content; return whether so.
+    def _line_agrees(self, rank: _Rank, *, is_over: bool) -> bool:
+        """Skip a line that differs in what differs between any two processes; return whether it was one.
 
-        Ranks redraw a progress bar at different times and show different durations in it.
+        Ranks redraw a progress bar at different times, and show different durations in it; log lines have the time and
+        the process id. Such a line can be compared when both ranks have completed it.
         """
         lead = self._lead
-        rank.is_drawing = rank.is_redrawn(rank.agreed) and lead.is_redrawn(rank.matched)
-        if not rank.is_drawing:
-            return False
         (theirs, their_end), (ours, our_end) = rank.line(rank.agreed), lead.line(rank.matched)
         if not is_over and not (theirs.endswith("\n") and ours.endswith("\n")):
+            if rank.is_redrawn(rank.agreed) and lead.is_redrawn(rank.matched):
+                rank.drawing_until = inf
+            elif not rank.is_drawing:
+                rank.drawing_until = self._clock() + GRACE_S
+            elif self._clock() >= rank.drawing_until:
+                rank.drawing_until = -inf
             return False
-        rank.is_drawing = False
+        rank.drawing_until = -inf
         if per_rank_tabs.drawn(theirs) != per_rank_tabs.drawn(ours):
             return False
         rank.agreed, rank.matched = their_end, our_end
@@ -266,12 +334,12 @@ class Stream:
 
     def _hand_on(self, on_output: OnOutput, is_settled: Callable[[int, float], bool]) -> None:
         while self._held:
-            output, begin, since_s = self._held[0]
-            end = begin + len(text_of([output]))
-            if self._apart_at is None and not is_settled(end, since_s):
+            output, begin, end, since_s = self._held[0]
+            more_s = 0.0 if _is_text(output) else DISPLAY_GRACE_S - GRACE_S
+            if self._apart_at is None and not is_settled(end, since_s + more_s):
                 return
             self._held.popleft()
-            shown = self._outside(output, begin)
+            shown = self._outside(output, begin, end)
             if shown is not None:
                 self._num_handed = end
             if shown is not None:
@@ -279,15 +347,16 @@ class Stream:
             if output.kind == "clear":
                 self._tabs = _Tabs()  # the displays were cleared too
 
-    def _outside(self, output: Output, begin: int) -> Output | None:
+    def _outside(self, output: Output, begin: int, end: int) -> Output | None:
         """Return the part of the first rank's output that belongs above the tabs; None: nothing."""
-        if self._apart_at is None or not _is_text(output):
+        if output.kind == "update" and output.display_id in self._above_tabs:
             return output
-        above = self._above(self._apart_at)
-        if begin + len(text_of([output])) <= above:
-            return output
-        if begin >= above:
+        above = end if self._apart_at is None or output.kind == "clear" else self._above(self._apart_at)
+        if begin >= above and (output.kind == "update" or begin < end):
             return None
+        if end <= above:
+            self._above_tabs.update({output.display_id} - {""})
+            return output
         return replace(output, text=output.text[: above - begin]) if output.text else output
 
     def _above(self, apart_at: int) -> int:
@@ -297,15 +366,31 @@ class Stream:
             return apart_at
         return lead.line(last)[1]
 
+    def _lift(self, on_output: OnOutput) -> None:
+        """Forward displays that are the same on all ranks though text before them differs: once, below the tabs."""
+        parts = [[each for each in rank.displays if each[0] >= rank.base] for rank in self._ranks.values()]
+        ours = [each for each in self._lead.displays if each[0] >= self._lead.base]
+        for number, (one, *others) in enumerate(zip(ours, *parts, strict=False)):
+            place, name, output = one
+            is_in_tabs = place - self._lead.base >= self._num_handed and number not in self._lifted
+            if is_in_tabs and all(other == name for _, other, _ in others):
+                self._lifted[number] = name
+                on_output(output)
+
     def _renew(self, on_output: OnOutput) -> None:
         """Update the tabs if there is new output and the last update is old enough."""
-        lengths = tuple(map(len, self._ranks.values()))
-        if self._clock() >= self._renew_at and self._tabs.lengths != lengths:
-            self._show(on_output, per_rank_tabs.panes_of(self._written(), self._first), self._apart, is_draft=True)
+        if self._clock() >= self._renew_at and self._tabs.num_outputs != self._num_seen():
+            self._show(on_output, self._panes(), self._apart, is_draft=True)
+
+    def _num_seen(self) -> tuple[int, ...]:
+        return tuple(rank.num_seen for rank in self._ranks.values())
+
+    def _panes(self) -> tuple[Pane, ...]:
+        return per_rank_tabs.panes_of(self._written(), self._first, self._displays)
 
     def _show(self, on_output: OnOutput, panes: Sequence[Pane], marked: frozenset[int], *, is_draft: bool) -> None:
         tabs, name, first = self._tabs, self._tabs.name, self._first
-        if tabs.lengths is None:
+        if tabs.num_outputs is None:
             page = per_rank_tabs.tabs_page(name, (first, *(number for number in self._ranks if number != first)))
             on_output(tabs.display("tabs", page, per_rank_tabs.TABS, is_draft=True))
         page, text = (
@@ -313,13 +398,14 @@ class Stream:
             per_rank_tabs.as_text(panes).rstrip("\n"),
         )
         on_output(tabs.display("panes", page, text, is_draft=is_draft))
-        tabs.lengths = tuple(map(len, self._ranks.values()))
+        tabs.num_outputs = self._num_seen()
         self._renew_at = self._clock() + RENEW_S + len(page) / CHARS_A_SECOND
 
     def _written(self) -> Mapping[int, RankOutput]:
         begin, limit = self._apart_at or 0, per_rank_tabs.kept_chars(len(self._ranks))
+        lifted = tuple(self._lifted.values())
         return {
-            number: RankOutput(text=rank.part(max(own, len(rank) - limit), len(rank)), is_cut=len(rank) - limit > own)
+            number: RankOutput(text=rank.shown(max(own, len(rank) - limit), lifted), is_cut=len(rank) - limit > own)
             for number, rank in self._ranks.items()
             for own in (rank.place_of(begin),)
         }
@@ -333,6 +419,10 @@ class Stream:
         later.
         """
         self._take()
+        for number, rank in self._ranks.items():
+            if rank.is_drawing and rank.drawing_until != inf:  # a line that waits for its end
+                rank.drawing_until = self._clock()
+                self._compare(number, rank)
         ranks = self._ranks.values()
         is_behind = self._apart_at is None and all(rank.is_drawing or len(rank) == rank.agreed for rank in ranks)
         if not is_behind:
@@ -356,7 +446,8 @@ class Stream:
             remarks = self._how_they_agree() if also_agreement or self._silent() else ""
             self._say(on_output, remarks)
         else:
-            panes = per_rank_tabs.panes_of(self._written(), self._first)
+            self._lift(on_output)
+            panes = self._panes()
             self._show(on_output, panes, per_rank_tabs.apart(panes), is_draft=False)
             remarks = per_rank_tabs.as_text(panes)
         self._begin({number: len(rank.text) for number, rank in self._ranks.items()})
@@ -366,21 +457,29 @@ class Stream:
         """Record ranks that wrote less or more than the first; no difference if only the first one wrote."""
         for number in self._ranks.keys() - {self._first}:
             self._compare(number, self._ranks[number], is_over=True)
+            self._compare_displays(number, self._ranks[number])
         lead, ranks = self._lead, self._ranks.values()
         rests = [(rank.part(rank.agreed, len(rank)), lead.part(rank.matched, len(lead))) for rank in ranks]
         if any(theirs.strip() != ours.strip() for theirs, ours in rests) and not self._silent():
             self._part(min(rank.matched for rank in ranks), ())
 
+    def _compare_displays(self, number: int, rank: _Rank) -> None:
+        """Compare what displays that can be updated show at the end."""
+        for slot, place in self._places.items():
+            ours = self._lead.contents[slot]
+            if place >= self._lead.base and rank.contents.get(slot, ours) != ours:
+                self._part(place - self._lead.base, {number})
+
     def _silent(self) -> tuple[int, ...]:
         """Return all other ranks if only the first one wrote anything, else none."""
         others = [number for number in self._ranks if number != self._first]
-        wrote = any(self._ranks[number].part(0, len(self._ranks[number])).strip() for number in others)
-        return () if wrote or not self._lead.part(0, len(self._lead)).strip() else tuple(others)
+        wrote = any(self._ranks[number].has_written for number in others)
+        return () if wrote or not self._lead.has_written else tuple(others)
 
     def _how_they_agree(self) -> str:
         if self._silent():
             return per_rank_tabs.alone(self._first, self._silent())
-        is_said = len(self._ranks) > 1 and self._lead.part(0, len(self._lead)).strip()
+        is_said = len(self._ranks) > 1 and self._lead.has_written
         return per_rank_tabs.agreement(len(self._ranks)) if is_said else ""
 
     @staticmethod
@@ -393,4 +492,4 @@ class Stream:
         for number, rank in self._ranks.items():
             rank.begin(bases[number])
         self._apart_at, self._apart, self._tabs, self._renew_at = None, frozenset(), _Tabs(), 0.0
-        self._num_handed = 0
+        self._num_handed, self._lifted = 0, {}
