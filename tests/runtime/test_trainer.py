@@ -3,7 +3,14 @@
 import asyncio
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.helpers.booted_ranks import execute, namespace, run
+from workbench.codec import decode
+from workbench.protocol.commands import Shard, Step, StepReply
+from workbench.reports.results import SAYS
 from workbench.runtime.trainer import loss_of
 
 
@@ -30,3 +37,88 @@ def test_a_future_is_no_loss():
     with pytest.raises(TypeError, match="returned a Future"):
         loss_of(loop.create_future())
     loop.close()
+
+
+# ---- steps without a collective
+
+
+def plain(ns):
+    """Train a model that is not sharded."""
+
+
+def wrapped(ns):
+    ns["model"] = DistributedDataParallel(ns["model"])
+
+
+def sharded(ns):
+    execute(Shard(model="model"))
+
+
+def beside_a_sharded_one(ns):
+    execute(Shard(model="model"))
+    ns["model2"] = torch.nn.Linear(4, 1)
+    ns["opt"], ns["trained"] = torch.optim.SGD(ns["model2"].parameters(), lr=0.1), "model2"
+
+
+def averaged_by_hand(ns):
+    ns["after_backward"] = lambda: [dist.all_reduce(p.grad) for p in ns["model"].parameters()]
+
+
+def averaged_in_a_later_step(ns):
+    turns = iter([False, True])
+    ns["after_backward"] = lambda: next(turns) and dist.barrier()
+
+
+def not_a_variable(ns):
+    ns["held"] = [ns.pop("model")]
+    ns["trained"] = lambda: ns["held"][0]
+
+
+def without_an_optimizer(ns):
+    ns["opt"] = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+
+CASES = [
+    plain,
+    wrapped,
+    sharded,
+    beside_a_sharded_one,
+    averaged_by_hand,
+    averaged_in_a_later_step,
+    not_a_variable,
+    without_an_optimizer,
+]
+
+
+def steps_of_cases():
+    ns, replies = namespace(), {}
+    before = dict(ns)
+    for case in CASES:
+        ns["model"] = torch.nn.Linear(4, 1)
+        ns["opt"] = torch.optim.SGD(ns["model"].parameters(), lr=0.1)
+        ns["trained"], ns["after_backward"] = "model", lambda: None
+        case(ns)
+
+        def train_step():
+            ns["opt"].zero_grad()
+            model = ns["trained"]() if callable(ns["trained"]) else ns[ns["trained"]]
+            model(torch.ones(2, 4)).sum().backward()
+            ns["after_backward"]()
+            ns["opt"].step()
+
+        ns["train_step"] = train_step
+        replies[case.__name__] = execute(Step(count=2))
+        for name in ns.keys() - before.keys():
+            del ns[name]
+    return replies
+
+
+def test_a_model_that_nothing_averages_is_named():
+    by_rank = run(2, steps_of_cases)
+    replies = {name: [decode(StepReply, own[name], "reply") for own in by_rank] for name in by_rank[0]}
+    notes = {name: SAYS[Step](own).notes for name, own in replies.items()}
+    assert notes == {case.__name__: () for case in CASES} | {
+        "plain": ("no collective was issued: model is not sharded; %fsdp shard model",),
+        "beside_a_sharded_one": ("no collective was issued: model2 is not sharded; %fsdp shard model2",),
+    }
+    assert SAYS[Step](replies["plain"][:1]).notes == ()  # one rank has nothing to average

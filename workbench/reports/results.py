@@ -372,6 +372,7 @@ class StepReport(UntilReport):
         optimizer_steps: optimizer steps since the ranks started.
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
+        notes: what is probably unintended, and what to do, a sentence each.
     """
 
     computed = (*Report.computed, "median_seconds")
@@ -382,6 +383,7 @@ class StepReport(UntilReport):
     optimizer_steps: int
     not_finite: str = ""
     unreduced: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def median_seconds(self) -> float:
@@ -404,6 +406,10 @@ class StepReport(UntilReport):
     def problem(self) -> str:
         """Where the loss is not finite, and which gradients were not reduced; empty if there is no problem."""
         return "; ".join(filter(None, [self.not_finite, self.unreduced]))
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the notes, and the events that occurred instead of a missed one."""
+        return [*(("note", note) for note in self.notes), *super().facts()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -731,7 +737,16 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
         optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
         not_finite=_not_finite(by_rank),
         unreduced=_unreduced([stepped.unreduced for stepped in by_rank]),
+        notes=tuple(_step_notes(by_rank)),
     )
+
+
+def _step_notes(by_rank: Sequence[StepReply]) -> Iterator[str]:
+    """Yield what the steps lacked, and what to do."""
+    alone = [name for name in by_rank[0].unsharded if all(name in stepped.unsharded for stepped in by_rank)]
+    if alone and len(by_rank) > 1:
+        are = "are" if len(alone) > 1 else "is"
+        yield f"no collective was issued: {listed(alone)} {are} not sharded; %fsdp shard {alone[0]}"
 
 
 @says(Run)

@@ -110,6 +110,7 @@ class Recorder:
         step: number of the current step, :data:`NO_STEP` outside.
         next_step: number of the next step.
         ordinal: events announced since the step began: the number of the next one; equal on ranks at the same event.
+        num_issued: collectives that have begun, recorded or not.
         held_ns: total time for which a gate held this rank.
         is_aside: whether the running code is not part of the step; see :meth:`aside` and :meth:`unrecorded`.
         device_clock: times at which the device reaches events; None where the host computes.
@@ -125,6 +126,7 @@ class Recorder:
         self.header_version = 1
         self.step = NO_STEP
         self.ordinal = 0
+        self.num_issued = 0
         self.held_ns = 0
         self.is_aside = False
         self.device_clock: DeviceClock | None = None
@@ -181,6 +183,7 @@ class Recorder:
                     self._begun_unrecorded.discard(pair)  # aborted off the record; this is its end
                     return
                 if edge == _BEGIN:
+                    self.num_issued += 1
                     dtype = self._intern(comm.dtype) if comm.dtype else -1
                     root = _NAN if comm.root < 0 else float(comm.root)
         elif kind == _RESET and self.is_recording and not self._is_in_work:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.explain import explain
 from workbench.engine.fsdp_state import missed_grads
 from workbench.errors import UsageError
+from workbench.models.engines import is_sharded
 from workbench.protocol.commands import Step, StepReply
 from workbench.runtime.loop_steps import LoopSteps
-from workbench.runtime.model_summary import name_from_models, sharded_variables, unmanaged
-from workbench.runtime.namespace import lookup
+from workbench.runtime.model_summary import name_from_models, outermost, sharded_variables, unmanaged
+from workbench.runtime.namespace import find_module, lookup, module_names
 from workbench.runtime.recorder import Recorder
 
 _LOOK_S = 0.001  # between two polls of a device that runs behind
@@ -75,6 +78,7 @@ class Trainer(LoopSteps):
         super().__init__(recorder)
         self._named_at = -1  # version of the header when units got their names
         self.not_finite_since: int | None = None
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in the newest command
 
     def run(self, command: Step) -> StepReply:
         """Call the step function ``command.count`` times.
@@ -86,7 +90,8 @@ class Trainer(LoopSteps):
         function = find_step_function(command.fn)
         losses, seconds = [], []
         unreduced: dict[str, None] = {}
-        first_step = self._recorder.next_step
+        first_step, num_issued = self._recorder.next_step, self._recorder.num_issued
+        self._stepped.clear()
         self.note_models()
         self._running = True
         try:
@@ -107,7 +112,24 @@ class Trainer(LoopSteps):
             optimizer_steps=self.optimizer_steps,
             first_step=first_step,
             unreduced=tuple(unreduced),
+            unsharded=self._trained_alone() if self._recorder.num_issued == num_issued else (),
         )
+
+    def _after_optimizer(self, optimizer: Optimizer, *rest: Any) -> None:  # noqa: ANN401 - hook signature
+        self._stepped.add(optimizer)
+        super()._after_optimizer(optimizer, *rest)
+
+    def _trained_alone(self) -> tuple[str, ...]:
+        """Return the variables of models that optimizers of the command trained, if no engine runs any of them."""
+        trained = {id(param) for each in self._stepped for group in each.param_groups for param in group["params"]}
+        models = outermost({name: find_module(name) for name in module_names()})
+        found = {
+            name: model
+            for name, model in models.items()
+            if any(id(param) in trained and param.requires_grad for param in model.parameters())
+        }
+        is_plain = all(type(param) is torch.nn.Parameter for model in found.values() for param in model.parameters())
+        return tuple(found) if is_plain and not any(map(is_sharded, found.values())) else ()
 
     def _one_step(self, function: Callable[[], Any]) -> float | None:
         cancellation.check()
