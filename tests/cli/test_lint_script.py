@@ -58,7 +58,7 @@ def test_lint_passes_other_arguments_to_the_script(argv, script, args, how, monk
     assert (to_script, to_args) == (script, args)
     assert to_how == {"module": False, "num_ranks": 2, **how}
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ("model: no faults found by 28 checks\n", "loss 1.5\n")
+    assert (printed.out, printed.err) == ("model: no faults found by 29 checks\n", "loss 1.5\n")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("args", "status", "text"),
     [
-        ((), 0, "model: no faults found by 28 checks"),
+        ((), 0, "model: no faults found by 29 checks"),
         (("before",), 1, "opt was made before model was sharded, so its steps do not train the model"),
         (("raise",), 2, "OSError: no data"),
         (("plain",), 2, "nor of a function of it that steps an optimizer, holds a sharded model"),

@@ -574,6 +574,14 @@ def kept_by_zero_grad(ns, engine):
     stepped(ns, sync=True)
 
 
+@with_each_engine
+def no_zero_grad(ns, engine):
+    prepared(ns, blockwise(make_net(dim=16), engine.fully_shard))
+    for _ in range(3):
+        loss_of(ns["model"], ns["tokens"]).backward()
+        ns["opt"].step()
+
+
 def fed(ns, sampler, epochs=3, **options):
     """Train the model for some epochs, with an evaluation after each that draws the same order."""
     prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))

@@ -64,6 +64,7 @@ EXPECTED = {
     "wrapper_bypassed": ("wrapper-bypassed", "3 of 3 steps of opt", "model(x) for what is trained"),
     "wrapper_bypassed_later": ("wrapper-bypassed", "1 of 3 steps of opt", "rank 0 alone"),
     "kept_by_zero_grad": ("kept-by-zero-grad", "units (root), blocks.0", "step 1 of opt"),
+    "no_zero_grad": ("no-zero-grad", "step 2 of opt", "used those of step 1 again", "opt.zero_grad()"),
     "no_set_epoch": ("no-set-epoch", "2 epochs repeated", "loader.sampler.set_epoch(epoch)"),
     "sampler_seeds_differ": ("sampler-seeds-differ", "loader.sampler: rank 0 alone; rank 1 alone"),
     "same_rank_of_samplers": ("same-data", "loader.sampler has the same rank", "ranks 0-3 alike"),

@@ -589,6 +589,7 @@ class StepReply:
         optimizer_steps: number of optimizer steps since the rank was started.
         first_step: number of the first of the steps.
         unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
+        never_cleared: optimizers, by variable, whose steps used gradients of their last step again.
         unsharded: variables of the models that optimizers trained, if no collective was issued and none is sharded.
     """
 
@@ -599,6 +600,7 @@ class StepReply:
     first_step: int
     unreduced: tuple[str, ...] = ()
     unsharded: tuple[str, ...] = ()
+    never_cleared: tuple[str, ...] = ()
 
 
 @command("step 40", reply=StepReply)

@@ -743,6 +743,9 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
 
 def _step_notes(by_rank: Sequence[StepReply]) -> Iterator[str]:
     """Yield what the steps lacked, and what to do."""
+    for name in dict.fromkeys(name for stepped in by_rank for name in stepped.never_cleared):
+        used = f"nothing clears the gradients that {name} has used, and the next backward adds to them"
+        yield f"{used}: {name}.zero_grad()"
     alone = [name for name in by_rank[0].unsharded if all(name in stepped.unsharded for stepped in by_rank)]
     if alone and len(by_rank) > 1:
         are = "are" if len(alone) > 1 else "is"

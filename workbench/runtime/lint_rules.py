@@ -320,6 +320,21 @@ def kept_by_zero_grad(target: LintTarget) -> Iterator[Finding]:
             )
 
 
+@rule(Damage.NUMBERS)
+def no_zero_grad(target: LintTarget) -> Iterator[Finding]:
+    """An optimizer whose gradients nothing clears: each step uses those of all earlier steps again."""
+    for name, _, past in target.trained:
+        if past.added_to is not None:
+            yield Fault(
+                rule="no-zero-grad",
+                verdict=f"nothing clears the gradients that {name} has used, and the next backward adds to them",
+                evidence=(
+                    f"step {past.added_to} of {name}, counted from 0, used those of step {past.added_to - 1} again",
+                ),
+                fix=f"once in each step, before backward or after {name}.step(): {name}.zero_grad()",
+            )
+
+
 def _digests(unit: LintUnit) -> dict[str, int]:
     """Return a checksum of each parameter of a unit, by name and the ranks that should have the same."""
     ranks = ", ".join(map(str, unit.replicas or ()))

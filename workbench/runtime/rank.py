@@ -119,8 +119,10 @@ class RankRuntime:
         self.commands += 1
         try:
             if isinstance(command, Step):
+                self.history.watch_gradients()
                 with self.gate.stepping(command.stop):
-                    return self.trainer.run(command)
+                    reply = self.trainer.run(command)
+                return replace(reply, never_cleared=self.history.never_cleared())
             if isinstance(command, Run):
                 self.history.forget()
                 with self.gate.stepping(command.stop):

@@ -23,12 +23,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from workbench.runtime.emptied_tensors import Place, digest
 from workbench.runtime.namespace import variables
+from workbench.runtime.used_gradients import UsedGradients
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
 _BEGIN = r"(start|first|initial|init|resume|resumed|begin)_?"
@@ -48,6 +49,8 @@ class OptimizerHistory:
         kept: units whose unreduced gradients ``zero_grad`` did not clear, since its newest step.
         mixed: units into whose gradients such ones went, each with the number of the step.
         resumed: what shows that training was resumed, where it took its first step without any state.
+        added_to: its newest step that used gradients of the step before again; None: the newest that was watched did
+            not.
     """
 
     num_steps: int = 0
@@ -58,6 +61,7 @@ class OptimizerHistory:
     kept: frozenset[int] = frozenset()
     mixed: dict[int, int] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
+    added_to: int | None = None
 
 
 @dataclass
@@ -121,7 +125,7 @@ class TrainingHistory:
         self._unreduced, self._held, self._survives, self._is_aside = unreduced, held, survives, is_aside
         self._backwards, self._copies = backwards, copies
         self._undo: list[tuple[object, str, object]] = []
-        self._handle: RemovableHandle | None = None
+        self._handles: tuple[RemovableHandle, ...] = ()
         self._drawn: tuple[weakref.ref[DistributedSampler[Any]], _Pass] | None = None  # the newest row
         self.forget()
 
@@ -133,10 +137,15 @@ class TrainingHistory:
         self.rng_before: int | None = None
         self.copies: list[tuple[Place, Place]] = []
         self._drawn = None
+        self._used = UsedGradients()
 
     def install(self) -> TrainingHistory:
         """Begin to note."""
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._handles = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad_of_model)
         self._wrap(DistributedSampler, "__iter__", self._iterate)
@@ -158,8 +167,8 @@ class TrainingHistory:
 
     def remove(self) -> None:
         """Note no more."""
-        if self._handle is not None:
-            self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         while self._undo:
             owner, name, original = self._undo.pop()
             setattr(owner, name, original)
@@ -184,10 +193,34 @@ class TrainingHistory:
                 continue
             past.num_bypassed[unit] = past.num_bypassed.get(unit, 0) + (number == past.backwards.get(unit, 0))
             past.backwards[unit] = number
+        again = self._used.before_step(optimizer)
+        if again is not None:
+            past.added_to = past.num_steps if again else None
         past.num_steps += 1
         past.num_unreduced += bool(past.unreduced)
         if self._drawn is not None:
             self._drawn[1].optimizer = weakref.ref(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_aside():
+            self._used.after_step(optimizer)
+
+    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._is_aside():
+            self._used.before_backward()
+        return original(*args, **kwargs)
+
+    def watch_gradients(self) -> None:
+        """Watch whether the next steps of optimizers use gradients again that earlier steps have used."""
+        self._used.watch_again()
+        for past in tuple(self.optimizers.values()):
+            past.added_to = None
+
+    def never_cleared(self) -> tuple[str, ...]:
+        """Return the optimizers, by their variables, whose gradients nothing clears between steps."""
+        names = {id(value): name for name, value in variables().items() if isinstance(value, Optimizer)}
+        found = (each for each, past in tuple(self.optimizers.items()) if past.added_to is not None)
+        return tuple(names.get(id(each), "the optimizer") for each in found)
 
     def _pending(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the units whose gradients are not reduced, of which an optimizer holds parameters."""
