@@ -20,8 +20,10 @@ from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group
+from workbench.replay.training import summary
 from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS, explain
+from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw
@@ -227,11 +229,23 @@ def test_any_subject_of_any_trace_is_explained_and_drawn(trace, data):
         draw(found.picture.view, trace, **found.picture.options)
 
 
+@pytest.mark.parametrize("setup", [CLEAN, Setup(num_ranks=4, steps=7, late=2)], ids=["even", "one late"])
+def test_a_step_has_one_duration_wherever_it_is_named(setup):
+    trace = simulate(setup)
+    found = explain(trace, "step", step=steps(trace)[-1])
+    times = summary(trace).step_times
+    duration = format_duration(times.high[times.steps == found.step][0])
+    (shown,) = re.findall(r"^Step \d+: ([\d.]+ \S+),", draw("timeline", trace, step=found.step).layout.title.text)
+    (written,) = re.findall(r"step \d+ took ([\d.]+ \S+):", str(found)) or [duration]
+    assert shown == written == duration
+    assert max(each.step_ns for each in found.ranks) == times.high[times.steps == found.step][0]
+
+
 def test_the_parts_of_a_step_are_a_line_for_each_rank():
     found = explain(simulate(CLEAN), "step")
     assert re.match(
         r"step 6 took \S+ ms: compute \d+%, exposed communication \d+%, waiting for a slower rank \d+%, host \d+% "
-        r"\(mean of 2 ranks\); no rank is slow$",
+        r"\(shares: mean of 2 ranks\); no rank is slow$",
         found.headline,
     )
     assert re.match(

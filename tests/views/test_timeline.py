@@ -51,7 +51,7 @@ def test_a_track_with_one_kind_of_collective_is_named_after_it():
 
 
 def test_the_title_shows_duration_and_waiting_time():
-    assert title(timeline(example_trace())) == "Step 2: 6.82 ms, compute waits for communication 5 to 6% of the time"
+    assert title(timeline(example_trace())) == "Step 2: 6.81 ms, compute waits for communication 5 to 6% of the time"
     assert title(timeline(example_trace(num_ranks=1))).endswith("compute waits for no communication")
 
 

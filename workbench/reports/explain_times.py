@@ -55,13 +55,13 @@ def with_more(fault: Fault, lines: Iterable[str]) -> Fault:
 
 
 def shares_words(study: StepStudy) -> str:
-    """Return the duration of the step, and its four parts as fractions."""
+    """Return the duration of the step on its slowest rank, and its four parts as fractions of the ranks' time."""
     parts = ", ".join(f"{group.value} {format_share(study.share(group))}" for group in Group)
-    return f"{step_name(study.timed)} took {time_words(study.mean_ns)}: {parts}{_mean(study)}"
+    return f"{step_name(study.timed)} took {time_words(study.longest_ns)}: {parts}{_mean(study)}"
 
 
 def _mean(study: StepStudy) -> str:
-    return f" (mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
+    return f" (shares: mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
 
 
 def rank_lines(study: StepStudy) -> Evidence:
@@ -98,9 +98,10 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
         return study.report(subject, Fault(rule="wait", verdict=verdict), picture, {})
     by_cause = {cause: sum(w.wait_ns for w in study.waits if w.cause is cause) for cause in WaitReason}
     most, total_ns = max(by_cause, key=lambda cause: by_cause[cause]), sum(by_cause.values())
+    mean = f" (mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
     verdict = (
         f"compute waited {time_words(total_ns)} of {step_name(study.timed)} for collectives, "
-        f"{format_share(total_ns / study.mean_ns)} of it{_mean(study)}, mostly ({time_words(by_cause[most])}) because "
+        f"{format_share(total_ns / study.mean_ns)} of it{mean}, mostly ({time_words(by_cause[most])}) because "
         f"{_CAUSES[most]}"
     )
     evidence = wait_lines(study, study.waits[:MAX_LINES])

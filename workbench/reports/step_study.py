@@ -161,6 +161,11 @@ class StepStudy:
         """Mean time of the step over the ranks, at least 1."""
         return max(sum(each.step_ns for each in self.ranks) / max(len(self.ranks), 1), 1)
 
+    @property
+    def longest_ns(self) -> int:
+        """Time of the step on its slowest rank, as for the steps of a command."""
+        return max((each.step_ns for each in self.ranks), default=0)
+
     def share(self, group: Group) -> float:
         """Return the fraction of the step that a part takes, over all ranks."""
         return sum(each.groups_ns[group] for each in self.ranks) / max(len(self.ranks), 1) / self.mean_ns

@@ -24,6 +24,7 @@ from workbench.replay.grouping import did, groups, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.tracks import DRAWN, NUMBER
+from workbench.replay.training import summary
 from workbench.replay.units import unit_name, unseen_words
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
@@ -210,19 +211,26 @@ def _title(
     blocks: Sequence[RankBlock],
     waited_ns: Mapping[int, int],
 ) -> str:
-    begin_ns, end_ns = drawn.extent_ns
     has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
     low, high = format_share(min(shares)), format_share(max(shares))
     share = low if low == high else f"{low.rstrip('%')} to {high}"
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
-    duration = format_duration(end_ns - begin_ns)
+    duration = format_duration(_duration_ns(drawn, parts))
     begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
     if drawn.clock is ClockSource.ENQUEUED:
         return f"{begun} on the host"
     least = waits_least(waited_ns, max(block.tracks.total_ns for block in blocks))
     longer = f"; {theme.waits_least(who(drawn.trace.header, [least[0]]), least[1])}" if least else ""
     return f"{begun}, compute waits {waits}{longer}"
+
+
+def _duration_ns(drawn: DrawnSteps, parts: Sequence[RankTrace]) -> float:
+    """Return the time of a finished step on its slowest rank, as ``%fsdp step`` counts it; else that of the picture."""
+    times = summary(Trace(drawn.trace.header, tuple(parts))).step_times
+    begin_ns, end_ns = drawn.extent_ns
+    is_known = drawn.clock is not ClockSource.DEVICE and len(times.steps) == 1
+    return float(times.high[0]) if is_known else end_ns - begin_ns
 
 
 def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *, has_collectives: bool) -> str:
