@@ -131,11 +131,17 @@ def test_engine_and_watch_are_imported_and_the_api_says_what_it_needs(bare):
     assert f"ModuleNotFoundError: Workbench needs more packages: {INSTALL}" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("demo",), ("lab",), ("course",), ("grade", "a.ipynb"), ("view", "out")])
+@pytest.mark.parametrize("words", [("demo",), ("lab",), ("course",), ("grade", "a.ipynb"), ("view", "out"), ("mcp",)])
 def test_a_command_that_needs_more_says_so_in_one_sentence(bare, words):
     done = bare(*WORKBENCH, *words)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"workbench {words[0]} needs more packages: {INSTALL} (")
+    install = INSTALL.replace("notebook", "mcp") if words == ("mcp",) else INSTALL
+    assert done.stderr.splitlines()[-1].startswith(f"workbench {words[0]} needs more packages: {install} (")
+    assert done.stdout == ""
+
+
+def test_the_skill_needs_no_more(bare):
+    assert bare(*WORKBENCH, "skill").stdout.startswith("---\nname: fsdp-workbench\n")
 
 
 @pytest.mark.parametrize("words", [("where", "none"), ("where", "none", "--json"), ("lint", "none.py")])

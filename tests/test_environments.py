@@ -16,7 +16,8 @@ from workbench.engine._torch import NEWEST, OLDEST
 
 PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
-BASE, EXTRA = PROJECT["dependencies"], PROJECT["optional-dependencies"]["notebook"]
+BASE, EXTRAS = PROJECT["dependencies"], PROJECT["optional-dependencies"]
+EXTRA = [each for name in ("notebook", "mcp") for each in EXTRAS[name] if not each.startswith(f"{PROJECT['name']}[")]
 NEEDED = {r.name: r for r in map(Requirement, [*BASE, *EXTRA])}
 MAKEFILE = (REPO / "Makefile").read_text()
 DISTRIBUTED_AS = {"zmq": "pyzmq"}

@@ -341,6 +341,7 @@ class Workbench:
         device: str = AUTO,
         interface: str = "",
         take: bool = False,
+        look: bool = False,
     ) -> StartReport:
         """Use engines that already run as ranks (``%fsdp attach``); drops the earlier trace.
 
@@ -357,6 +358,7 @@ class Workbench:
             device: as in the constructor.
             interface: as in the constructor.
             take: take the ranks from a notebook that is gone.
+            look: only view the ranks, also if no notebook controls them.
 
         Raises:
             UsageError: ranks run here, there is no such cluster, or it has fewer engines.
@@ -373,7 +375,7 @@ class Workbench:
             self.stop()
             self._target = target
             begin = time.monotonic()
-            cluster = Cluster.attached(target, num_ranks, take=take, device=device, interface=interface)
+            cluster = Cluster.attached(target, num_ranks, take=take, look=look, device=device, interface=interface)
             cluster.start(self._noting(on_wait))
             return self._take(cluster, "attached", begin)
 

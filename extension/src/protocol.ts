@@ -278,7 +278,7 @@ export interface CommandOutput extends PanelMessage {
 
 export interface PastCommand {
   readonly line: string;
-  readonly source: "cell" | "panel";
+  readonly source: "cell" | "panel" | "tool";
   readonly t_s: number;
 }
 
@@ -428,6 +428,7 @@ export interface Attach {
   readonly device?: "auto" | "cpu" | "cuda";
   readonly interface?: string;
   readonly take?: boolean;
+  readonly look?: boolean;
 }
 
 export interface Status { readonly word: "status"; }

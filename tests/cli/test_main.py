@@ -12,9 +12,9 @@ from tests.helpers.trace_strategies import example_trace
 from workbench import INSTALL, __version__
 from workbench.base.fault import Fault
 from workbench.cli import demo, doctor, script_ranks
-from workbench.cli import main as cli
 from workbench.cli.demo import Communication, DemoError, DemoReport
 from workbench.cli.doctor import Diagnosis, Finding, Verdict
+from workbench.cli.main import main as cli
 from workbench.errors import RankError, UsageError
 from workbench.reports.results import VerifyReport
 from workbench.trace import save

@@ -14,6 +14,7 @@ from tests.helpers.device_trace import on_devices
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
 from tests.replay.test_step_parts import with_hold
+from workbench.base.text_formats import format_duration
 from workbench.errors import UsageError
 from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, Kind, UnitState, unit_words
 from workbench.protocol.rank_messages import ModelInfo
@@ -23,7 +24,6 @@ from workbench.replay.step_parts import Group
 from workbench.replay.training import summary
 from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS, explain
-from workbench.text_formats import format_duration
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import ClockReading, HostClock
 from workbench.views import draw

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.booted_ranks import execute, namespace, run
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.protocol.commands import Shard, Step, StepReply
 from workbench.reports.results import SAYS
 from workbench.runtime.trainer import loss_of

@@ -9,20 +9,16 @@ import argparse
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from workbench import INSTALL, __version__
 from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
-
-if TYPE_CHECKING:
-    from workbench.trace.read_recording import Recording
 
 TOUR = "01_tour.ipynb"
 
@@ -49,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except WorkbenchError as error:
         return _fail(args, error, 1)
     except ModuleNotFoundError as error:
-        message = f"workbench {args.word} needs more packages: {INSTALL} ({error})"
+        install = INSTALL.replace("notebook", "mcp") if args.word == "mcp" else INSTALL
+        message = f"workbench {args.word} needs more packages: {install} ({error})"
         return _fail(args, ImportError(message), 1)
 
 
@@ -150,6 +147,13 @@ _VERIFY_NEEDS = (
     "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
     "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
 )
+_MCP = """\
+Serve the commands of %fsdp as tools of the Model Context Protocol, over standard input and output, to the program that
+starts this command. Without --control, tools that change ranks or write files are not offered, and ranks that a
+notebook controls can only be viewed. Ranks that it starts end with it."""
+_SKILL = """\
+Print what an agent should read before it debugs a run with these tools, or write it to fsdp-workbench/SKILL.md in a
+folder, where it replaces an earlier version."""
 _DOCTOR = "Check Python, torch, Jupyter and the panel, train on two ranks, and say how to repair what failed."
 
 
@@ -159,7 +163,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     parser.set_defaults(json=False)
     parser.add_argument("--version", action="version", version=f"workbench {__version__}")
     words = parser.add_subparsers(
-        dest="word", required=True, metavar="demo | lab | course | grade | doctor | lint | view | where | verify"
+        dest="word",
+        required=True,
+        metavar="demo | lab | course | grade | doctor | lint | view | where | verify | mcp | skill",
     )
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
@@ -201,8 +207,12 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     verify.add_argument(
         "script", help="the training script; all other arguments are its own, and so are those after --"
     )
+    mcp = words.add_parser("mcp", description=_MCP, help="serve the commands of %%fsdp as tools of an agent")
+    mcp.add_argument("--control", action="store_true", help="offer tools that change ranks or write files")
+    skill = words.add_parser("skill", description=_SKILL, help="print what an agent should know of these tools")
+    skill.add_argument("folder", nargs="?", metavar="FOLDER", help="the folder of an agent's skills")
     for word, each in words.choices.items():
-        if word not in {"lab", "course", "grade"}:
+        if word not in {"lab", "course", "grade", "mcp", "skill"}:
             each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser, words.choices
 
@@ -366,34 +376,18 @@ def _view(args: argparse.Namespace) -> int:
 
 def _where(args: argparse.Namespace) -> int:
     from workbench.reports.run_where import where  # noqa: PLC0415 - loaded when used
+    from workbench.session.recorded_run import recorded_run  # noqa: PLC0415
 
     try:
-        recording, now_ns = _recorded(Path(args.folder))
-    except (OSError, TraceError) as error:
-        why = f"cannot read {args.folder}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        return _fail(args, TraceError(why), 2)
+        recording, now_ns = recorded_run(Path(args.folder))
+    except TraceError as error:
+        return _fail(args, error, 2)
     report = where(recording, now_ns)
     if args.json:
         _write_document(args, report)
     else:
         sys.stdout.write(f"{_printable(str(report))}\n")
     return int(report.is_stalled)
-
-
-def _recorded(folder: Path) -> tuple[Recording, int]:
-    """Return the recording in a folder, or that of its dumps, and the time of day at which its ranks are judged."""
-    from workbench.trace.read_recording import is_recording, read  # noqa: PLC0415 - loaded when used
-
-    if not is_recording(folder):
-        from workbench.importers.file_formats import dumps_in  # noqa: PLC0415 - many modules
-        from workbench.importers.flight_recorder import read as read_dumps  # noqa: PLC0415
-
-        dumps = dumps_in(folder)
-        if dumps:
-            recording = read_dumps(dumps)  # ranks are judged at the time at which the last dump was written
-            written = [rank.last_beat.wall_ns for rank in recording.ranks.values() if rank.last_beat is not None]
-            return recording, max(written, default=time.time_ns())
-    return read(folder, newest_only=True), time.time_ns()
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -413,6 +407,28 @@ def _verify(args: argparse.Namespace) -> int:
     return int(bool(report.problem)) if report.could_compare else 2
 
 
+def _mcp(args: argparse.Namespace) -> int:
+    from workbench.agents.mcp_server import serve  # noqa: PLC0415 - loaded when used
+
+    serve(control=args.control)
+    return 0
+
+
+def _skill(args: argparse.Namespace) -> int:
+    text = (_PACKAGE / "agents" / "SKILL.md").read_text("utf-8")
+    if args.folder is None:
+        sys.stdout.write(text)
+        return 0
+    file = Path(args.folder).expanduser() / "fsdp-workbench" / "SKILL.md"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+    sys.stdout.write(f"{file}\n")
+    return 0
+
+
 def _printable(text: str) -> str:
     """Return text of a file without control characters, through which it could command a terminal."""
     return "".join(each if each.isprintable() or each == "\n" else "\N{REPLACEMENT CHARACTER}" for each in text)
@@ -427,6 +443,8 @@ _COMMANDS = {
     "view": _view,
     "where": _where,
     "verify": _verify,
+    "mcp": _mcp,
+    "skill": _skill,
 }
 
 

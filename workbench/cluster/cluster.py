@@ -102,7 +102,7 @@ class Cluster:
         self._runtime = runtime
         self._start_timeout_s = start_timeout_s
         self._target: AttachTarget | None = None
-        self._takes = False
+        self._takes = self._looks = False
         self._num_wanted: int | None = num_ranks
         self._holder: ClusterOwner | None = None
         self._is_free = False
@@ -119,6 +119,7 @@ class Cluster:
         num_ranks: int | None = None,
         *,
         take: bool = False,
+        look: bool = False,
         **settings: Any,  # noqa: ANN401
     ) -> Self:
         """Return a cluster of running engines; :meth:`start` finds them, :meth:`stop` ends no process.
@@ -130,13 +131,14 @@ class Cluster:
             target: which cluster.
             num_ranks: how many of its engines become ranks; None: all.
             take: take the ranks even if another notebook holds them.
+            look: only view the ranks, also if no notebook holds them; nothing changes for them.
             settings: ``device, interface, runtime, start_timeout_s``, as of the constructor.
 
         Raises:
             UsageError: an argument is invalid.
         """
         made = cls(1 if num_ranks is None else num_ranks, engines="", profile="", **settings)
-        made._target, made._takes, made._num_wanted = target, take, num_ranks
+        made._target, made._takes, made._looks, made._num_wanted = target, take, look, num_ranks
         return made
 
     def __enter__(self) -> Self:
@@ -252,13 +254,15 @@ class Cluster:
             The replies of the ranks when they connected; empty: the engines are no ranks yet.
 
         Raises:
-            UsageError: their number is not the requested one.
+            UsageError: their number is not the requested one, or the engines are no ranks that could be viewed.
             ClusterError: an engine does not answer.
         """
         if self._target is None:
             return ()
         world = self._find_world(place)
         if world is None:
+            if self._looks:
+                raise UsageError("its engines are no ranks yet: there is nothing to view")
             return ()
         if self._num_wanted not in {None, len(world.engines)}:
             raise UsageError(
@@ -267,6 +271,9 @@ class Cluster:
             )
         self.num_ranks = len(world.engines)
         self._open_channels(place, wire, world.engines)
+        if self._looks:
+            self._holder = world.holder
+            return world.ranks
         takes = self._takes or (world.holder is not None and is_gone(world.holder))
         holders = self._hold({"holder": encode(holder_here()), "take": takes})
         self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
@@ -428,17 +435,17 @@ class Cluster:
         with ExitStack() as last:
             last.callback(self._forget)
             last.callback(self._reach().close)
-            if self._holder is None:
+            if not self.held_by:
                 last.callback(self._hold, {"holder": None, "take": True})
 
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
-        self._holder, self._is_free = None, False
+        self._holder, self._is_free, self._looks = None, False, False
         self._place = self._channels = None
         self._rank_info = ()
 
     def _shut_down(self, channels: Channels) -> None:
-        if self._rank_info and self._holder is None:
+        if self._rank_info and not self.held_by:
             idle = [rank for rank in range(self.num_ranks) if self.alive()[rank] and not channels.is_busy(rank)]
             left = channels.call(f"{self._runtime}:shutdown", dict.fromkeys(idle, ()))
             if not left.wait(_SHUTDOWN_S) and self._target is not None:  # busy for a notebook that is gone
@@ -519,8 +526,8 @@ class Cluster:
 
     @property
     def held_by(self) -> str:
-        """The other notebook that controls these ranks, in words; this one can then only view them. Empty: none."""
-        return "" if self._holder is None else str(self._holder)
+        """Who else controls these ranks, in words, so that they can only be viewed here; empty: this notebook does."""
+        return ("no notebook" if self._looks else "") if self._holder is None else str(self._holder)
 
     @property
     def is_free(self) -> bool:
@@ -546,9 +553,9 @@ class Cluster:
                 self._holder = self._holder if has_let_go else world.holder
 
     def _check_held(self) -> None:
-        if self._holder is not None:
+        if self.held_by:
             raise UsageError(
-                f"{self._holder} controls these ranks; here you can only view them: views, the dashboard, "
+                f"{self.held_by} controls these ranks; here you can only view them: views, the dashboard, "
                 "%fsdp status. To take control: %fsdp detach there, then %fsdp attach here; if it is gone: "
                 "%fsdp attach --take"
             )

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, ClassVar, cast, get_args, get_type_hints
 
 from workbench.errors import UsageError, did_you_mean
 from workbench.magics.parser import JSON, AskHelp, HelpAsked, Parser, PositionalText, as_written
@@ -66,6 +66,8 @@ def _for_a_flag(about: str) -> str:
 
 class DrawCommand(Command):
     """Base of the commands that draw; options not given are None, and the view's own default applies."""
+
+    looks: ClassVar[bool] = True
 
     def call(self) -> tuple[str, dict[str, Any]]:
         """Return the workbench method that draws the view, and the given options."""

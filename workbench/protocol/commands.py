@@ -79,6 +79,7 @@ class Command:
 
     Attributes:
         on_ranks: whether every rank runs it, in its main thread.
+        looks: whether it is read-only: it changes no rank and writes no file.
     """
 
     word: ClassVar[str] = ""
@@ -87,6 +88,7 @@ class Command:
     method: ClassVar[str] = ""
     on_ranks: ClassVar[bool] = False
     needs_ranks: ClassVar[bool] = True
+    looks: ClassVar[bool] = False
     reply: ClassVar[Any] = NoneType
 
     def call(self) -> tuple[str, dict[str, Any]]:
@@ -136,6 +138,7 @@ def command(
     method: str = "",
     reply: Any = None,  # noqa: ANN401 - a type
     needs_ranks: bool = True,
+    looks: bool = False,
 ) -> Callable[[type[C]], type[C]]:
     """Make a class a frozen dataclass that declares a command; its fields are keyword-only by default.
 
@@ -146,11 +149,13 @@ def command(
         method: the method of :class:`~workbench.workbench.Workbench` that runs it; empty: that of the same name.
         reply: type of a rank's reply; every rank then runs the command, in its main thread. None: the notebook runs it.
         needs_ranks: whether it needs started ranks, unless an argument waives that.
+        looks: whether it is read-only: it changes no rank and writes no file.
     """
 
     def declare(cls: type[C]) -> type[C]:
         cls.word, cls.example, cls.more, cls.method = word or example.split(maxsplit=1)[0], example, more, method
-        cls.on_ranks, cls.needs_ranks, cls.reply = reply is not None, needs_ranks, NoneType if reply is None else reply
+        cls.on_ranks, cls.needs_ranks, cls.looks = reply is not None, needs_ranks, looks
+        cls.reply = NoneType if reply is None else reply
         return dataclass(frozen=True, kw_only=True)(cls)
 
     return declare
@@ -222,7 +227,11 @@ class Start(Command):
     needs_ranks=False,
 )
 class Attach(Command):
-    """Use engines that are already running as ranks; engines that are ranks already keep their variables."""
+    """Use engines that are already running as ranks; engines that are ranks already keep their variables.
+
+    Raises:
+        ValueError: both ``take`` and ``look`` are given.
+    """
 
     num_ranks: int | None = argument(
         "number of ranks (default: all)", default=None, flags=("-n", "--num-ranks"), metavar="N", read=number
@@ -235,14 +244,19 @@ class Attach(Command):
     device: str = argument(f"device kind of the ranks (default {AUTO})", default=AUTO, choices=CHOICES)
     interface: str = argument(_INTERFACE, default="")
     take: bool = argument("take control of ranks whose notebook is gone", default=False)
+    look: bool = argument("only view the ranks, also if no notebook controls them", default=False)
+
+    def __post_init__(self) -> None:
+        if self.take and self.look:
+            raise ValueError("--take takes control of the ranks, and --look leaves them alone: choose one")
 
 
-@command("status")
+@command("status", looks=True)
 class Status(Command):
     """Show the ranks, the sharded models, and the size of the trace."""
 
 
-@command("detach")
+@command("detach", looks=True)
 class Detach(Command):
     """Detach from attached ranks; they keep running, with their variables, and can be attached again."""
 
@@ -252,7 +266,7 @@ class Stop(Command):
     """Stop the ranks; the trace is kept."""
 
 
-@command("dashboard", needs_ranks=False)
+@command("dashboard", needs_ranks=False, looks=True)
 class Dashboard(Command):
     """Show the ranks live and at any past event, with buttons to stop inside a step."""
 
@@ -721,7 +735,7 @@ class Abort(Command):
     """Abort the running or stopped step or cell; the ranks are ready again afterwards."""
 
 
-@command("where", more="`--stacks`: also the stacks of its Python threads, your functions first")
+@command("where", more="`--stacks`: also the stacks of its Python threads, your functions first", looks=True)
 class Where(Command):
     """Show where every rank is, and since when."""
 
@@ -822,7 +836,7 @@ class Evaluate(Command):
         return self.method, {"expr": self.expr, "ranks": self.ranks or None, "frame": self.frame}
 
 
-@command("back 3")
+@command("back 3", looks=True)
 class Back(Command):
     """Show the trace as of N events ago, 0: the newest event; the ranks' work is not undone."""
 
@@ -1120,7 +1134,7 @@ class InjectFault(Command):
             raise ValueError(f"{RANDOM} draws rank and unit itself: it takes --seed and --ms only")
 
 
-@command("faults", needs_ranks=False)
+@command("faults", needs_ranks=False, looks=True)
 class Faults(Command):
     """List the faults that can be injected, and what names each."""
 
@@ -1137,6 +1151,7 @@ TALK = Argument(about="use sizes and colours for a projector")
 @command(
     "explain step",
     more="`explain`: what matters most; `explain peak`, `wait`, `blocks.2`, `rank 1`; `--step 3`",
+    looks=True,
 )
 class Explain(Command):
     """Say what set the peak, where a step's time went, why compute waits or a unit is unsharded, and what to type.
@@ -1171,6 +1186,7 @@ class Explain(Command):
     "compare before.trace last",
     more="`compare`: the last two policies; steps: `last:3..5`, `last:-3..`",
     needs_ranks=False,
+    looks=True,
 )
 class Compare(Command):
     """Show what changed from one trace, or some of its steps, to another.
@@ -1223,7 +1239,13 @@ class Export(Command):
     engine: str = argument("a script's FSDP engine (default: the one that ran)", default="", choices=ENGINES)
 
 
-@command("open run.trace", more="replaces the current trace; stop the ranks first", method="load", needs_ranks=False)
+@command(
+    "open run.trace",
+    more="replaces the current trace; stop the ranks first",
+    method="load",
+    needs_ranks=False,
+    looks=True,
+)
 class Open(Command):
     """Show a trace file or a recorded run, without ranks: every view, the dashboard, compare and export."""
 
@@ -1232,7 +1254,7 @@ class Open(Command):
     )
 
 
-@command("history 20", needs_ranks=False)
+@command("history 20", needs_ranks=False, looks=True)
 class History(Command):
     """List the commands of this notebook and its panel, as lines to copy."""
 
@@ -1241,7 +1263,7 @@ class History(Command):
     )
 
 
-@command("help shard", more="`-h` after a command explains it", needs_ranks=False)
+@command("help shard", more="`-h` after a command explains it", needs_ranks=False, looks=True)
 class Help(Command):
     """List the commands, or explain one of them."""
 

@@ -617,7 +617,7 @@ class StartReport(Report):
         return [*_held(self.holder), *([("notice", self.notice)] if self.notice else [])]
 
 
-Source = Literal["cell", "panel"]
+Source = Literal["cell", "panel", "tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
