@@ -14,42 +14,23 @@ from pathlib import Path
 import psutil
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from workbench.agents import screenshot
+
 PATIENCE_MS = 240_000
 """Timeout of one browser operation: long, as the machine may be busy."""
 
-_HEADLESS = "chromium-headless-shell"  # the same pages for two thirds of the CPU time: it has no window to draw
-_NAMES = (_HEADLESS, "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-_MAC = (
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-    "/Applications/Chromium.app/Contents/MacOS/Chromium",
-)
-_FIREFOX = ("firefox", "firefox-esr")
-_FIREFOX_MAC = ("/Applications/Firefox.app/Contents/MacOS/firefox",)
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+_FIREFOX = ("firefox", "firefox-esr", "/Applications/Firefox.app/Contents/MacOS/firefox")
 
 
 def find_chromium() -> str | None:
     """Return the path of the browser to use, None if there is none: the machine's, or playwright's own."""
-    return _first("WORKBENCH_CHROMIUM", _NAMES, _MAC) or _of_playwright()
+    return screenshot.find_chromium() or _of_playwright()
 
 
 def find_firefox() -> str | None:
     """Return the path of Firefox, None if there is none; Puppeteer cannot drive playwright's build of it."""
-    return _first("WORKBENCH_FIREFOX", _FIREFOX, _FIREFOX_MAC)
-
-
-def _first(variable: str, names: tuple[str, ...], elsewhere: tuple[str, ...]) -> str | None:
-    named = os.environ.get(variable)
-    found = [named] if named else [*map(shutil.which, names), *elsewhere]
-    return next((path for path in found if path and Path(path).exists()), None)
+    named = os.environ.get("WORKBENCH_FIREFOX")
+    return next(filter(None, map(shutil.which, [named] if named else _FIREFOX)), None)
 
 
 @functools.cache
@@ -67,7 +48,9 @@ def _of_playwright() -> str | None:
 @contextmanager
 def _launched(chromium: str) -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", *screenshot.FLAGS], timeout=PATIENCE_MS
+        )
         try:
             yield browser
         finally:

@@ -12,6 +12,7 @@ from workbench.replay.run_positions import (
     PendingCollective,
     RunPosition,
     RunState,
+    begins_of_newest_step,
     live_positions,
     positions,
 )
@@ -332,6 +333,18 @@ def test_the_users_frame_is_the_innermost_that_is_not_of_a_library():
 
 
 # ---- ranks of a running request
+
+
+def test_the_newest_step_that_all_ranks_have_begun():
+    def steps(*numbers):
+        return [row(Kind.STEP, edge, t, step=step) for t, step in enumerate(numbers) for edge in (BEGIN, END)]
+
+    def begins(*ranks):
+        return begins_of_newest_step(recording(*(rank(i, *rows) for i, rows in enumerate(ranks))).trace)
+
+    assert begins(steps(0, 1), steps(0, 1, 2)) == {0: 2, 1: 2}
+    assert begins(steps(1), steps(0, 1)) == {0: 0, 1: 2}
+    assert begins(steps(0), steps()) == begins(steps(2), steps(0)) == begins() == {}
 
 
 def test_where_the_ranks_of_a_request_are():

@@ -96,8 +96,7 @@ def _of(name: str, command: type[Command]) -> CommandTool:
         properties["picture"] = _PICTURE
     if name == "where":
         properties["folder"] = _FOLDER
-    if not command.looks:
-        properties["wait_s"] = _WAIT
+    properties["wait_s"] = _WAIT
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
     text = summary(command)
     more = (inspect.getdoc(command) or "").partition("\n\n")[2]

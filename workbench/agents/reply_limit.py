@@ -13,28 +13,33 @@ MAX_CHARS = 40_000
 MAX_NOTES = 10
 """Most notices about what was left out."""
 
-_ITEMS = (400, 100, 30, 10, 3, 1)
+_ITEMS = (400, 100, 30, 10, 3)
 """Items of each list that stay: the first of these numbers with which the document is small enough."""
 
 _CHARS = 40
 """Characters of each text that stay, for each item of a list that stays."""
 
+_MEMBERS = 64
+"""Most members of an object of a report that is not a table by rank or by name."""
+
 
 def limited(document: dict[str, Any], max_chars: int = MAX_CHARS) -> dict[str, Any]:
-    """Return a document in at most about ``max_chars`` characters; its notices say what was left out.
+    """Return a document in at most ``max_chars`` characters; its notices say what was left out.
 
     Example: ``report.ranks: 10 of 512 items`` is the notice for the ends of a list.
     """
-    found = document
+    if len(to_line(document)) <= max_chars:
+        return document
     for most in _ITEMS:
-        if len(to_line(found)) <= max_chars:
-            break
         notes: list[str] = []
         found = {**document, **{name: _cut(document[name], name, most, notes) for name in ("report", "error")}}
-        told = notes[:MAX_NOTES] + [f"{plural(len(notes) - MAX_NOTES, 'other part')}"] * (len(notes) > MAX_NOTES)
-        left_out = f"Too long for one reply; of these only a part is here: {'; '.join(told)}"
-        found["notices"] = [*(_text(each, _CHARS * most, "", []) for each in document["notices"]), left_out]
-    return found
+        more = [f"and {plural(len(notes) - MAX_NOTES, 'other part')}"] * (len(notes) > MAX_NOTES)
+        left_out = f"Too long for one reply; of these only a part is here: {'; '.join(notes[:MAX_NOTES] + more)}"
+        found["notices"] = [*(_text(each, _CHARS * most, "", []) for each in document["notices"][:most]), left_out]
+        if len(to_line(found)) <= max_chars:
+            return found
+    left_out = f"Too long for a reply, {len(to_line(document)):,} characters: ask for one step, unit or rank"
+    return {**found, "type": None, "report": None, "notices": [left_out]}
 
 
 def _cut(value: Any, where: str, most: int, notes: list[str]) -> Any:  # noqa: ANN401 - JSON data
@@ -46,6 +51,9 @@ def _cut(value: Any, where: str, most: int, notes: list[str]) -> Any:  # noqa: A
             notes.append(f"{where}: {most} of {len(value)} items")
         return [_cut(each, where, most, notes) for each in value[:most]]
     if isinstance(value, dict):
+        if len(value) > max(most, _MEMBERS):
+            notes.append(f"{where}: {most} of {len(value)} members")
+            value = dict(list(value.items())[:most])
         return {name: _cut(each, f"{where}.{name}", most, notes) for name, each in value.items()}
     return value
 

@@ -249,6 +249,16 @@ def live_positions(
     return tuple(found)
 
 
+def begins_of_newest_step(trace: Trace) -> dict[int, int]:
+    """Return the first row of each rank, by its number, of the newest step that all ranks have begun; empty: none."""
+    begun = {p.rank: p.rows[(p.kinds == Kind.STEP) & (p.rows["edge"] == Edge.BEGIN)] for p in trace.ranks}
+    newest = min((int(rows["step"][-1]) if len(rows) else -1 for rows in begun.values()), default=-1)
+    found = {rank: rows["seq"][rows["step"] == newest] for rank, rows in begun.items()}
+    return (
+        {rank: int(seqs[-1]) for rank, seqs in found.items()} if newest >= 0 and all(map(len, found.values())) else {}
+    )
+
+
 def _position(
     header: Header,
     rank_trace: RankTrace,

@@ -41,7 +41,7 @@ from workbench.protocol.rank_messages import (
     Stacks,
 )
 from workbench.replay.grouping import label
-from workbench.replay.run_positions import RunPosition, RunState, live_positions
+from workbench.replay.run_positions import RunPosition, RunState, begins_of_newest_step, live_positions
 from workbench.reports.event_text import unit_names
 from workbench.reports.failures import (
     RESTART,
@@ -101,6 +101,9 @@ _NEWEST = 20_000
 CLOSE_S = 1.0
 """Time in seconds for ranks to end their current work before they are stopped."""
 
+
+TRAINING = ({Step.word}, {Run.word})
+"""Commands that ranks run when they are within a training step."""
 
 IDLE_AGAIN = "The ranks are idle again; their variables are kept."
 
@@ -352,9 +355,10 @@ class Session:
             else:
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
         request = self.request
-        if request is not None and request.state == "running":
+        if (request is not None and request.state == "running") or self.cluster.held_by:
             self.drain(timeout_s=timeout_s)
-        cause = self._cause(request, positions, self.ask(LocateLine(), timeout_s=timeout_s))
+        lines = self.ask(LocateLine(), timeout_s=timeout_s)
+        cause = self._cause_seen(positions, lines) if self.cluster.held_by else self._cause(request, positions, lines)
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
 
     def units(self) -> list[str]:
@@ -776,13 +780,26 @@ class Session:
             return parted(self._since(self._rows_before), [*raised, *self._signalled()])
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
-        quiet = {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
+        quiet = _quiet(positions)
         ended = {rank: _raised(request.pending, rank) for rank in {*request.pending.ranks} - {*request.watch.running}}
         frames = {rank: line.frames for rank, line in lines.items() if line is not None and rank not in ended}
         frames |= {rank: _raised_at(request.pending, rank) for rank in ended}
         found = live_positions(self._since(newest), quiet, ended, since, frames)
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
         return decide(self._since(self._rows_before if decide is parted else since), found)
+
+    def _cause_seen(self, positions: Mapping[int, Position], lines: Mapping[int, CellLine | None]) -> Fault | None:
+        """Return why ranks that another notebook controls wait in a step, as :meth:`_cause`; None if that is unclear.
+
+        A rank that raised is not told from one that ended; while its notebook controls it, that aborts the others.
+        """
+        since, ended = begins_of_newest_step(self.trace), ended_of(positions, self.cluster.num_ranks)
+        if not since or ended is None or self.cluster.is_free:
+            return None
+        frames = {rank: line.frames for rank, line in lines.items() if line is not None}
+        here = self._since(since)
+        found = live_positions(here, _quiet(positions), dict.fromkeys(ended, ""), since, frames)
+        return stall_cause(here, found) if any(position.state is RunState.WAITS for position in found) else None
 
     def _signalled(self) -> Iterator[RunPosition]:
         """Yield the ranks whose processes a signal ended, with its name."""
@@ -1024,6 +1041,21 @@ class Session:
             )
             for rank, position in found.items()
         }
+
+
+def ended_of(positions: Mapping[int, Position], num_ranks: int) -> set[int] | None:
+    """Return the ranks that have ended the steps in which others still are; None: positions alone do not tell."""
+    here = positions.values()
+    if len(here) < num_ranks or len({at.commands for at in here}) > 1:  # one is lost, or has not begun it yet
+        return None
+    if any(at.held is not None or at.given_up for at in here) or {at.doing for at in here} - {""} not in TRAINING:
+        return None
+    return {rank for rank, at in positions.items() if not at.doing}
+
+
+def _quiet(positions: Mapping[int, Position]) -> dict[int, int]:
+    """Return the time since the newest event of each rank, in nanoseconds."""
+    return {rank: at.now_ns - at.newest.since_ns for rank, at in positions.items() if at.newest is not None}
 
 
 def _raised(pending: PendingReplies, rank: int) -> str:
