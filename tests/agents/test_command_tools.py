@@ -10,8 +10,8 @@ from tests.helpers import documents
 from tests.helpers.package_source import PACKAGE, REPO
 from workbench.agents.command_tools import CELL, ONLY_SHOWN, WAIT, command_tools
 from workbench.agents.reply_limit import limited
-from workbench.cli import _COMMANDS
-from workbench.codec import encode
+from workbench.base.codec import encode
+from workbench.cli.main import _COMMANDS
 from workbench.magics.command_lines import WORDS, parse_line
 from workbench.panel.client import read_command
 from workbench.protocol.commands import COMMANDS, ON_RANKS

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from tests.cli.test_main import record
 from tests.helpers import json_schema
 from tests.helpers.fake_cluster import FakeCluster, blocks, gives, prints, step_result, writes
 from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
-from tests.test_cli import record
 from workbench.agents import mcp_server, screenshot, tool_calls
 from workbench.agents.mcp_server import ToolServer
 from workbench.cluster.pending_replies import Output

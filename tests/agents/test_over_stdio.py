@@ -6,9 +6,9 @@ import signal
 import psutil
 import pytest
 
+from tests.cli.test_main import record
 from tests.helpers.mcp_client import connected
 from tests.helpers.waiting import wait_until
-from tests.test_cli import record
 from workbench.cluster.processes import MARKER
 
 pytestmark = pytest.mark.cluster

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from workbench.cli import main as cli
 from workbench.cli.course_copy import copy_course
-from workbench.cli.main import main as cli
 from workbench.errors import UsageError
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from workbench.cli import doctor, jupyter_extensions
+from workbench.cli import main as cli
 from workbench.cli.doctor import Finding, Verdict
-from workbench.cli.main import main as cli
 from workbench.models import c10d
 
 

@@ -17,8 +17,8 @@ from tests.helpers import json_schema
 from tests.helpers.waiting import wait_until
 from workbench.base import ports
 from workbench.cli import grade
+from workbench.cli import main as cli
 from workbench.cli.grade import graded_cell, with_cells_of
-from workbench.cli.main import main as cli
 from workbench.errors import UsageError
 
 IMPORT = "from workbench.course import check, predict, same"

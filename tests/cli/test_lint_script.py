@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import json_schema
 from workbench.base.fault import Fault
 from workbench.cli import lint_script
-from workbench.cli.main import main as cli
+from workbench.cli import main as cli
 from workbench.cluster import Output
 from workbench.errors import ClusterError, Interrupted, UsageError
 from workbench.reports.failures import Failure, to_error

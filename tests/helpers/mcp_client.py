@@ -51,7 +51,7 @@ class Connection:
 def connected(*flags):
     """Start a server and yield the connection to it; the server ends with the client."""
     given = StdioServerParameters(
-        command=sys.executable, args=["-m", "workbench.cli", "mcp", *flags], env=dict(os.environ)
+        command=sys.executable, args=["-m", "workbench.cli.main", "mcp", *flags], env=dict(os.environ)
     )
     with open(os.devnull, "w") as nowhere, start_blocking_portal() as portal:
         before = set(psutil.Process().children())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.cli.main import main as cli
+from workbench.cli import main as cli
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind
 from workbench.importers import flight_recorder

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
-from workbench.cli.main import main as cli
+from workbench.cli import main as cli
 from workbench.errors import TraceError
 from workbench.events import Edge, Kind
 from workbench.models._torch_private import HAS_HOOKS

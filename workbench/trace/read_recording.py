@@ -255,8 +255,8 @@ class RecordingReader:
             which = f"every {every}th earlier step" if every > 1 else "earlier steps"
             kept = f"; of {which}, times and logged values are kept" if len(part.earlier.rows) else ""
             yield (
-                f"at most {self._max_rows:,} events are read: the newest {len(first):,} of each rank are shown, from step "
-                f"{int(first[0]) if len(first) else 0} on{kept}"
+                f"at most {self._max_rows:,} events are read: the newest {len(first):,} of each rank are shown, from "
+                f"step {int(first[0]) if len(first) else 0} on{kept}"
             )
 
     def _recording(self) -> Recording:
