@@ -1,6 +1,7 @@
 """Errors of torch about sharded parameters get a note: the unit, its state, what freed or gathered it, and a fix."""
 
 import gc
+import re
 import traceback
 import weakref
 
@@ -77,6 +78,8 @@ def raised(function):
         execute(Step(fn="failing"))
     notes = getattr(caught.value, "__notes__", [])
     assert len(notes) <= 1
+    explained = [text for text in (str(caught.value), *notes) if re.search(r"(parameter|part of) '", text)]
+    assert len(explained) <= 1, "\n".join(explained)
     return "".join(notes)
 
 
@@ -114,10 +117,40 @@ def test_an_inner_module_of_a_wrapper_gets_a_note(kind):
         )
         size = [32, 0][rank]  # the weight is in the first half of the flat parameter
         verdict = {
-            "our wrapper": "parameter '0.up.weight' is sharded",
+            "our wrapper": "unit '0' is sharded: freed after its backward in step 0",  # its message says the rest
             "torch's wrapper": "the full parameter '0.up.weight' has no values any more",
         }.get(kind, f"[{size}] is this rank's part of '0.up.weight', whose shape is [8, 4]")
-        assert note.startswith(f"[workbench] {verdict}; ")
+        assert note.startswith(f"[workbench] {verdict}")
+
+
+class BackwardInForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = Block(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.block(x)
+        hidden.sum().backward()
+        return self.head(hidden.detach())
+
+
+def frees_within_a_forward(kind):
+    namespace()["model"] = model = BackwardInForward()
+    api = {"ours": engine, "torch": fsdp}[kind]
+    api.fully_shard(model.block)
+    api.fully_shard(model)
+    rank_module._after_cell(None)
+    x = torch.ones(2, 4)
+    return raised(lambda: model(x)), raised(lambda: model.forward(x))
+
+
+@pytest.mark.parametrize("kind", FULLY)
+def test_a_parameter_that_its_own_forward_frees_is_told_from_a_forward_without_a_call(kind):
+    for within, without in run(2, frees_within_a_forward, kind):
+        assert within.endswith(
+            "\nfix: a backward or reshard() within the forward of model has freed it: run that after it"
+        )
+        assert without.endswith("\nfix: call model(...), or compute between model.unshard() and model.reshard()")
 
 
 # ---- outputs of another dtype

@@ -180,7 +180,7 @@ def reads_another_part():
 
 
 def test_errors_name_a_unit_by_its_path():
-    reported = r"parameter 'encoder\.0\.weight' is sharded; call the module of unit 'encoder\.0'"
+    reported = r"parameter 'encoder\.0\.weight' is sharded; unit 'encoder\.0' is sharded: "
     with pytest.raises(AssertionError, match=reported):
         run(1, reads_another_part)
 

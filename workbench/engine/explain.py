@@ -25,20 +25,20 @@ _OF_A_VIEW = re.compile(r"Function \w+ returned an invalid gradient at index \d+
 
 _OF_NOTHING = re.compile(r"both arguments to \w+ need to be at least 1D|\w+ must be a (matrix|vector)")
 
-annotate: Callable[[BaseException], None] = lambda error: None  # noqa: E731 - a variable: what records a rank sets it
-"""Called with each error first, while the units are in the state in which it was raised. May add a note to it."""
+annotate: Callable[[BaseException], bool] = lambda error: False  # noqa: E731 - a variable: what records a rank sets it
+"""Called with each error first, while the units are in the state in which it was raised. Returns whether a note of it
+explains the error."""
 
 
 def explain(error: BaseException) -> None:
-    """Put an explanation before torch's message; no-op for other errors and for one already explained.
+    """Put an explanation before torch's message; no-op for other errors and for one explained already, as by a note.
 
     It explains an operation on a sharded parameter and an ordinary tensor, a backward that needs a resharded full
     parameter, a backward through a view made before a reshard, and an operation on a full parameter kept past one.
     """
-    annotate(error)
-    text = str(error)
-    if not isinstance(error, RuntimeError):
+    if annotate(error) or not isinstance(error, RuntimeError):
         return
+    text = str(error)
     stale = _STALE.search(text)
     meaning = ""
     if stale is not None and stale.start() < 200:  # otherwise already explained

@@ -34,8 +34,8 @@ BEGINS = "[workbench] "
 """How each note begins."""
 
 
-_EXAMINED = "_workbench_examined"
-"""Attribute of an error that was examined, whether it got a note or not."""
+_HAS_NOTE = "_workbench_has_note"
+"""Attribute of an error that was examined: whether it got a note."""
 
 
 def install(recorder: Recorder) -> None:
@@ -45,21 +45,24 @@ def install(recorder: Recorder) -> None:
 
 def uninstall() -> None:
     """Add no more notes."""
-    explain.annotate = lambda error: None
+    explain.annotate = lambda error: False
 
 
-def annotate(error: BaseException, recorder: Recorder) -> None:
-    """Add a note to ``error`` if it is one of :data:`PATTERNS`, about a parameter that is found; else do nothing."""
+def annotate(error: BaseException, recorder: Recorder) -> bool:
+    """Add a note to an error of :data:`PATTERNS` whose parameter is found; return whether it has one.
+
+    The units may be in another state later, so only the first call examines an error.
+    """
     with suppress(Exception):  # whatever fails here must not hide the error
-        if getattr(error, _EXAMINED, False):  # units may be in another state by now
-            return
-        setattr(error, _EXAMINED, True)
-        text = shortened(str(error))
-        matching = [pattern for pattern in PATTERNS if pattern.text.search(text)]
-        if matching:
-            note = _note(_Scene(error, text, recorder), matching)
+        if not hasattr(error, _HAS_NOTE):
+            setattr(error, _HAS_NOTE, False)
+            text = shortened(str(error))
+            matching = [pattern for pattern in PATTERNS if pattern.text.search(text)]
+            note = _note(_Scene(error, text, recorder), matching) if matching else ""
             if note:
                 error.add_note(f"{BEGINS}{note}")
+                setattr(error, _HAS_NOTE, True)
+    return getattr(error, _HAS_NOTE, False)
 
 
 # ---- where the error was raised
@@ -217,7 +220,8 @@ def _of_sharded(scene: _Scene) -> _Finding | None:
     for read in scene.reads():
         known = scene.owner(read)
         if known is not None and not _is_open(known):
-            return _Finding(read.frame, known, f"parameter {known.param.fqn!r} is sharded", _call_of(scene, known))
+            fix = _after_forward(scene, known) or _call_of(scene, known)
+            return _Finding(read.frame, known, f"parameter {known.param.fqn!r} is sharded", fix)
     return None
 
 
@@ -366,8 +370,12 @@ def _note(scene: _Scene, patterns: list[_Pattern]) -> str:
     if not every:
         return ""
     found = min(every, key=lambda found: scene.frames.index(found.frame))
-    state = "" if found.known is None else f"; {_state_of(found.known, scene.recorder)}"
-    return f"{found.verdict}{state}\nfix: {found.fix}"
+    said = [found.verdict]
+    if found.known is not None:
+        if f"parameter {found.known.param.fqn!r}" in scene.text:  # the engine's own message
+            said.clear()
+        said.append(_state_of(found.known, scene.recorder))
+    return f"{'; '.join(said)}\nfix: {found.fix}"
 
 
 # ---- state and history of a unit
@@ -445,13 +453,21 @@ def _call_of(scene: _Scene, known: _Known) -> str:
         return f"call {code}(...), or compute within FullyShardedDataParallel.summon_full_params({code})"
     for frame in scene.frames:
         if frame.f_locals.get("self") is module:
-            if frame.f_code.co_name in _OF_A_CALL:
+            if frame.f_code.co_name in {"forward", *_OF_A_CALL}:
                 break
             return f"register_fsdp_forward_method({code}, {frame.f_code.co_name!r})"
     return f"call {code}(...), or compute between {code}.unshard() and {code}.reshard()"
 
 
-_OF_A_CALL = {"forward", "__call__", "_call_impl", "_wrapped_call_impl"}
+def _after_forward(scene: _Scene, known: _Known) -> str:
+    """Return the fix for a unit that was resharded within its own forward, which a call began; empty for another."""
+    code, module = _unit_in_code(scene, known) or ("", None)
+    inside = {frame.f_code.co_name for frame in scene.frames if module and frame.f_locals.get("self") is module}
+    is_called = "forward" in inside and inside & _OF_A_CALL
+    return f"a backward or reshard() within the forward of {code} has freed it: run that after it" if is_called else ""
+
+
+_OF_A_CALL = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
 def _unit_in_code(scene: _Scene, known: _Known) -> tuple[str, nn.Module] | None:
