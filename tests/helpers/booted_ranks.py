@@ -1,5 +1,6 @@
 """Run a function on N forked ranks, booted as the cluster boots them, with a small model to train."""
 
+import gc
 import multiprocessing
 import sys
 import time
@@ -91,6 +92,7 @@ def boot_of(rank, world_size, device="cpu"):
 
 def _main(rank, world_size, port, requests, job):
     fn, args = job
+    gc.freeze()  # a rank collects garbage after each model: not among what the test process has imported
     try:
         address = rank_module.boot(encode(boot_of(rank, world_size)))
         torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them

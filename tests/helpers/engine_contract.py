@@ -1,66 +1,84 @@
 """What each instrument says of a model of each engine: the cases of the contract, run on booted ranks."""
 
 import gc
+import itertools
 import math
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from textwrap import dedent
 
 import torch
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.helpers.booted_ranks import execute, models_here, namespace, use
 from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.small_models import make_net
+from tests.helpers.stopped_step import beside
 from tests.runtime.test_policies import trace_here
-from workbench import engine as ours
-from workbench.engine import classic
+from workbench.codec import decode
 from workbench.engine.module_names import clean, named_params
 from workbench.errors import UsageError
-from workbench.protocol.commands import InjectFault, Lint, Reshard, Step, Unshard, Verify
+from workbench.models.c10d import sees_all_collectives
+from workbench.protocol.commands import Command, InjectFault, Lint, Reshard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
 from workbench.runtime import rank as rank_module
 from workbench.runtime.inspection import inspect
+from workbench.script.script_writer import write_script
+from workbench.session.program import CompletedCell, CompletedCommand, Program
+from workbench.trace import load, save, to_perfetto
 from workbench.trace.invariants import check
 from workbench.views import draw
 
-CPU = torch.device("cpu")
 _OF_MODELS = (
     (".* is frozen in one unit", UserWarning),
     ("The .grad attribute of a Tensor that is not a leaf", UserWarning),  # of torch's compiler
 )
 
 
-def _fully_shard(shard: Callable[..., Any]) -> Callable[[nn.Module], nn.Module]:
-    def apply(model: nn.Module) -> nn.Module:
+def _fully_shard(package: str) -> str:
+    return f"""\
+        from {package} import fully_shard
+
         for block in model.blocks:
-            shard(block)
-        shard(model)
-        return model
-
-    return apply
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    """
 
 
-def _wrapped(wrapper: Callable[..., nn.Module], policy: Callable[..., Any]) -> Callable[[nn.Module], nn.Module]:
-    def apply(model: nn.Module) -> nn.Module:
-        kinds = {type(block) for block in model.blocks}
-        with ignoring_warnings(*NO_SHARD, *_OF_MODELS):
-            return wrapper(model, auto_wrap_policy=policy(kinds), device_id=CPU, use_orig_params=True)
+def _wrapped(package: str, of_policy: str) -> str:
+    return f"""\
+        import torch
+        from {package} import FullyShardedDataParallel, ShardingStrategy
+        from {of_policy} import ModuleWrapPolicy
 
-    return apply
+        model = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({{type(block) for block in model.blocks}}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            device_mesh=mesh,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD if mesh.ndim > 1 else ShardingStrategy.FULL_SHARD,
+        )
+    """
 
 
-ENGINES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
-    "fully_shard": _fully_shard(ours.fully_shard),
-    "classic wrapper": _wrapped(classic.FullyShardedDataParallel, classic.ModuleWrapPolicy),
-    "torch's fully_shard": _fully_shard(fsdp.fully_shard),
-    "torch's FullyShardedDataParallel": _wrapped(fsdp.FullyShardedDataParallel, ModuleWrapPolicy),
-    "torch's DistributedDataParallel": DistributedDataParallel,
+ENGINES: Mapping[str, str] = {
+    "fully_shard": _fully_shard("workbench.engine"),
+    "classic wrapper": _wrapped("workbench.engine.classic", "workbench.engine.classic"),
+    "torch's fully_shard": _fully_shard("torch.distributed.fsdp"),
+    "torch's FullyShardedDataParallel": _wrapped("torch.distributed.fsdp", "torch.distributed.fsdp.wrap"),
+    "torch's DistributedDataParallel": """\
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = DistributedDataParallel(model)
+    """,
 }
+"""The cell that shards a ``model`` with each engine, over a ``mesh``."""
 
 
 def _plain() -> nn.Module:
@@ -90,22 +108,76 @@ def _frozen() -> nn.Module:
 
 
 MODELS = {"plain": _plain, "tied": _tied, "checkpointed": _checkpointed, "compiled": _compiled, "frozen": _frozen}
+"""Models on two ranks."""
+
+
+def _copied() -> nn.Module:
+    namespace()["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    return _plain()
+
+
+def _split() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    namespace()["mesh"], namespace()["batch"] = mesh["dp"], mesh["dp"].get_local_rank()
+    model = make_net(dim=15)  # blocks of 46: an even number of columns
+    for block in model.blocks:
+        parallelize_module(block.mlp, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+MESHES = {"on copies": _copied, "split by tensor parallelism": _split}
+"""Models on a mesh of 2 x 2 ranks."""
+
+ON_MESHES = {"on copies": tuple(ENGINES)[:4], "split by tensor parallelism": tuple(ENGINES)[:3]}
+"""The engines of each."""
+
+MAKE = {**MODELS, **MESHES}
 
 
 def prepare(engine: str, model: str) -> None:
     """Add a sharded model, its optimizer and ``train_step`` to the cells' variables."""
     ns = namespace()
-    plain = MODELS[model]()
-    ns["names"] = [clean(name) for name, _ in plain.named_parameters(remove_duplicate=False)]
-    use(ENGINES[engine](plain))
+    ns["model"], ns["program"] = MAKE[model](), []
+    ns["names"] = [clean(name) for name, _ in ns["model"].named_parameters(remove_duplicate=False)]
+    code = dedent(ENGINES[engine])
+    with ignoring_warnings(*NO_SHARD, *_OF_MODELS):
+        exec(code, ns)
+    ns["program"].append(CompletedCell(code=code))
+    use(ns["model"])
+    ns["generator"].manual_seed(ns.get("batch", ns["rank"]))
     rank_module._after_cell(None)
 
 
 # ---- instruments
 
 
+def _do(command: Command) -> object:
+    """Execute a command, which becomes part of the program; return its reply."""
+    reply = decode(type(command).reply, execute(command), "reply")
+    (policy,) = (each.policy for each in models_here() if each.name == "model")
+    namespace()["program"].append(CompletedCommand(command=command, reply=reply, policy=policy))
+    return reply
+
+
 def _train() -> None:
-    assert len(execute(Step(count=2))["losses"]) == 2
+    assert len(_do(Step(count=2)).losses) == 2
+
+
+def _stop() -> None:
+    """Stop before a collective, or where none is seen before a backward; find the rank there, and go on."""
+    header = rank_module._this_rank().recorder.header
+    (model,) = (each for each in models_here() if each.name == "model")
+    gathers = any(header.units[unit].shard_size > 1 for unit in model.units)
+    event = "all_gather" if gathers else "all_reduce" if sees_all_collectives() else "backward"
+
+    def find(channel):
+        channel.until_held()
+        return channel.where().held
+
+    done, held = beside(find, Step(until=event))
+    assert len(done["losses"]) == 1
+    assert held.kind.key == event
+    assert held.unit in model.units
 
 
 def _lint() -> None:
@@ -137,7 +209,7 @@ def _views() -> None:
     assert not check(trace)
     newest = int(trace.ranks[0].rows["step"].max())
     assert [row for row in compare(trace, newest) if row.differs] == []
-    for view in ("layout", "memory", "comms", "states", "timeline"):
+    for view in () if namespace()["rank"] else ("layout", "memory", "comms", "states", "timeline"):
         figure = draw(view, trace)
         assert figure.data or "torch 2.14 or newer announces them" in figure.to_json()  # which older ones do not
 
@@ -151,16 +223,31 @@ def _fault() -> None:
 
 
 def _reshard() -> None:
-    execute(Reshard(model="model", mp="bf16"))
+    _do(Reshard(model="model", mp="bf16"))
 
 
 def _unshard() -> None:
-    execute(Unshard(model="model"))
+    _do(Unshard(model="model"))
     assert {name for name, _ in named_params(namespace()["model"])} <= set(namespace()["names"])
+
+
+def _export() -> None:
+    trace, program = trace_here(), tuple(namespace()["program"])
+    with tempfile.TemporaryDirectory() as folder:
+        save(trace, path := Path(folder) / "run.trace")
+        again = load(path)
+    assert again.header == trace.header
+    assert again.ranks[0].rows.tobytes() == trace.ranks[0].rows.tobytes()
+    assert to_perfetto(trace)["traceEvents"]
+    script = write_script(Program(ranks_per_host=(namespace()["world_size"],), entries=program), "", "train.py").text
+    compile(script, "train.py", "exec")
+    assert program[0].code.strip() in script
+    assert all(f"# %fsdp {entry.command.word}" in script for entry in program[1:])
 
 
 INSTRUMENTS: Mapping[str, Callable[[], None]] = {
     "step": _train,
+    "break, where": _stop,
     "status": _units,
     "lint": _lint,
     "verify": _verify,
@@ -169,6 +256,7 @@ INSTRUMENTS: Mapping[str, Callable[[], None]] = {
     "fault": _fault,
     "reshard": _reshard,
     "unshard": _unshard,
+    "export": _export,
 }
 """What is asked of each model, in this order: a command, or several that read the same."""
 
@@ -183,16 +271,18 @@ LIMITS = {
 """What an instrument says where it cannot work with an engine."""
 
 
-def answers(engine: str, models: Sequence[str]) -> dict[tuple[str, str], str]:
-    """Return what each instrument says of each model of an engine: empty, the refusal, or what is wrong."""
+def answers(engines: Sequence[str], models: Sequence[str]) -> dict[tuple[str, str, str], str]:
+    """Return what each instrument says of each model of each engine: empty, the refusal, or what is wrong."""
     found = {}
-    for model in models:
-        torch._dynamo.reset()
+    for engine, model in itertools.product(engines, models):
+        if model == "compiled":
+            torch._dynamo.reset()
+        before = set(namespace())
         prepare(engine, model)
         for name, ask in INSTRUMENTS.items():
-            found[model, name] = _answer(ask)
-        for variable in ("model", "opt", "train_step"):
-            namespace().pop(variable, None)
+            found[engine, model, name] = _answer(ask)
+        for variable in set(namespace()) - before:
+            del namespace()[variable]
         gc.collect()
         rank_module._after_cell(None)
     return found

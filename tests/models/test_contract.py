@@ -3,12 +3,21 @@
 import pytest
 
 from tests.helpers.booted_ranks import run
-from tests.helpers.engine_contract import ENGINES, INSTRUMENTS, LIMITS, MODELS, answers
+from tests.helpers.engine_contract import ENGINES, INSTRUMENTS, LIMITS, MODELS, ON_MESHES, answers
+
+
+def check(world_size, engines, models):
+    for found in run(world_size, answers, engines, list(models), timeout_s=300):
+        assert len(found) == len(engines) * len(models) * len(INSTRUMENTS)
+        limits = {asked: LIMITS.get((asked[2], asked[0]), "") for asked in found}
+        assert {a: said for a, said in found.items() if limits[a] not in said or bool(said) != bool(limits[a])} == {}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_instrument_works_or_says_why_not(engine):
-    for found in run(2, answers, engine, list(MODELS), timeout_s=300):
-        assert len(found) == len(MODELS) * len(INSTRUMENTS)
-        limits = {asked: LIMITS.get((asked[1], engine), "") for asked in found}
-        assert {a: said for a, said in found.items() if limits[a] not in said or bool(said) != bool(limits[a])} == {}
+    check(2, [engine], MODELS)
+
+
+@pytest.mark.parametrize("model", ON_MESHES)
+def test_every_instrument_works_on_a_mesh_of_two_dimensions(model):
+    check(4, ON_MESHES[model], [model])
