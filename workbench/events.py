@@ -477,6 +477,11 @@ class Engine:
     keeps_waiting_grads: bool = False
     package: str = ""
 
+    @property
+    def short_name(self) -> str:
+        """Its name without its library's: ``"DistributedDataParallel"``."""
+        return self.name.rpartition(".")[2]
+
 
 ENGINES = {
     engine.name: engine
@@ -488,6 +493,11 @@ ENGINES = {
     )
 }
 """The engines that are known, by name; what is not true of others, such as one of your own, is the default."""
+
+
+def engine_named(name: str) -> Engine:
+    """Return an engine by the name in a unit's description, which is empty for the workbench's."""
+    return ENGINES.get(name or OWN_ENGINE) or Engine(name=name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -540,8 +550,7 @@ class Unit:
     @property
     def runner(self) -> Engine:
         """The engine that runs it."""
-        name = self.engine or OWN_ENGINE
-        return ENGINES.get(name) or Engine(name=name)
+        return engine_named(self.engine)
 
     def gathered_itemsize(self, param: Param) -> int:
         """Return the bytes per element that an all-gather moves of one of its parameters."""

@@ -16,6 +16,8 @@ from tests.helpers.pairwise import quick, quick_rows
 from workbench.engine import FSDPModule
 from workbench.errors import UsageError
 from workbench.events import Category, Kind
+from workbench.models.ours import unit_of
+from workbench.models.sharded_model import in_order
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.protocol.policy import mesh_words
 from workbench.protocol.rank_messages import ModelPolicy
@@ -521,7 +523,7 @@ def orders():
     ns = prepare()
     execute(Shard(model="model", wrap=("Block", "Linear")))
     names = {m: name or "root" for name, m in ns["model"].named_modules()}
-    return [[names[m] for m in sharding.in_order(ns["model"], set(), backward=last)] for last in (False, True)]
+    return [[names[m] for m in in_order(ns["model"], unit_of, set(), backward=last)] for last in (False, True)]
 
 
 def test_units_are_entered_outer_first_and_backward_the_other_way_round():

@@ -12,9 +12,11 @@ from tests.helpers.live_view import DashboardView
 from tests.helpers.package_source import REPO
 from tests.helpers.plain_loop import ITEMSIZE, NAME, OnRank, PlainLoop
 from tests.helpers.waiting import wait_until
+from workbench.engine import probe
 from workbench.engine.event_source import SOURCE
 from workbench.events import Category, Edge, Kind, Phase, UnitState
 from workbench.live.messages import AskFeed
+from workbench.models.engines import Watch
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Inspect
 from workbench.protocol.rank_messages import Job, SetBreakpoints
@@ -201,8 +203,10 @@ def test_two_sources_on_a_rank_are_both_named():
 
 def test_our_engine_names_itself_where_it_is_listened_to():
     recorder = Recorder(Header())
-    Gate(recorder, 0).install()
+    probe.active, watch = recorder, Watch()
     try:
-        assert recorder.header.producer == SOURCE.name
+        watch.begin()
+        assert recorder.header.producer.startswith(f"{SOURCE.name}, ")
     finally:
-        Gate.uninstall()
+        watch.end()
+        probe.active = None

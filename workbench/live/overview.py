@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.base.text_formats import format_long, plural
-from workbench.events import OWN_ENGINE, Edge, Kind, Unit, unit_words
+from workbench.events import Edge, Kind, Unit, unit_words
 from workbench.live.fold import Fold
 from workbench.live.messages import BreakpointState, Costs, KnobEffect, RankHealth, RunStatus
 from workbench.protocol.breakpoints import UNTIL
@@ -39,7 +39,7 @@ Knobs = dict[str, dict[str, object]]
 """By unit, the values of the settings that a user can change, by their names in plain words."""
 
 _KNOBS: dict[str, Callable[[Unit], object]] = {
-    "engine": lambda unit: unit.engine or OWN_ENGINE,
+    "engine": lambda unit: unit.runner.name,
     "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
     "reshard after forward": lambda unit: unit.reshard_after_forward,
     "ranks per copy": lambda unit: unit.shard_size,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+import torch.distributed.fsdp as torchs
 from torch import nn
 
-from workbench.engine import probe
+from workbench import engine
+from workbench.engine import classic, fsdp_state, probe
+from workbench.engine.event_source import SOURCE
 from workbench.events import Engine
 from workbench.models import c10d
 from workbench.models._torch_private import observe_calls, stop_observing_groups
@@ -19,7 +22,7 @@ from workbench.models.own import reset_all
 from workbench.models.patches import Patches, complain
 from workbench.models.sharded_model import ShardedModel
 from workbench.models.source import WatchedModel
-from workbench.models.torch_ddp import ReplicatedModel
+from workbench.models.torch_ddp import ReplicatedModel, without_wrappers
 from workbench.models.torch_fully_shard import FullyShardModel
 from workbench.models.torch_wrapper import WrapperModel
 from workbench.protocol.policy import CLASSIC, FULLY_SHARD
@@ -51,12 +54,40 @@ def is_sharded_by_torch(model: nn.Module) -> bool:
 def fully_shard_of(module: nn.Module) -> Engine | None:
     """Return the engine whose ``fully_shard`` was called on a module, or None if none was."""
     classes = ((each.engine, each.module_class) for each in MODELS)
-    return next((engine for engine, made in classes if made is not None and isinstance(module, made)), None)
+    return next((found for found, made in classes if made is not None and isinstance(module, made)), None)
 
 
 def is_wrapper(module: nn.Module) -> bool:
     """Return whether a module is an engine's, around one of the program's."""
-    return isinstance(module, tuple(each.wrapper_class for each in MODELS if each.wrapper_class is not None))
+    return isinstance(module, _WRAPPERS)
+
+
+_WRAPPERS = tuple(each.wrapper_class for each in MODELS if each.wrapper_class is not None)
+_FSDP_WRAPPERS = tuple(each.wrapper_class for each in MODELS if each.wrapper_class is not None and each.engine.splits)
+_SHARDED = tuple(each.module_class for each in MODELS if each.module_class is not None)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's own class, which ``fully_shard`` replaces, or of that in a wrapper of FSDP."""
+    if isinstance(module, _FSDP_WRAPPERS):
+        return class_name(cast("nn.Module", module.module))
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, _SHARDED))
+
+
+def paths_below(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the path of each module of a model, without the wrappers of any engine."""
+    return without_wrappers(model)
+
+
+def use_ours_as_torchs() -> None:
+    """Let what a script imports from torch's FSDP be the workbench's engine."""
+    for ours in (engine, classic):
+        vars(torchs).update({name: getattr(ours, name) for name in ours.__all__ if hasattr(torchs, name)})
+
+
+def missed_grads() -> list[str]:
+    """Return the names of all units with full gradients that no reduction took, of engines that know."""
+    return fsdp_state.missed_grads()
 
 
 class Watch:
@@ -70,7 +101,7 @@ class Watch:
 
     def __init__(self, say: Callable[[str], object] = complain) -> None:
         self._collectives = CollectiveWatch()
-        self._units = tuple(engine.source_class(self._collectives) for engine in WATCHED)
+        self._units = tuple(each.source_class(self._collectives) for each in WATCHED)
         self._say = say
         self._new_patches()
 
@@ -83,6 +114,7 @@ class Watch:
         """Begin to watch; what an earlier time told the probe still holds."""
         self._new_patches()
         if probe.active is not None:
+            probe.active.source(SOURCE)
             for units in self._units:
                 probe.active.source(units)
         c10d.active = self._collectives
@@ -106,11 +138,22 @@ class Watch:
         """Return a model as each engine that runs parts of it sees them; units that were not announced are left out."""
         own: tuple[ShardedModel, ...] = (WorkbenchModel(model),) if WorkbenchModel.runs(model) else ()
         pairs = zip(WATCHED, self._units, strict=True)
-        return (*own, *(engine(model, units) for engine, units in pairs if engine.runs(model)))
+        return (*own, *(each(model, units) for each, units in pairs if each.runs(model)))
 
     def unreduced(self) -> tuple[int, ...]:
         """Return the indices of the units whose newest gradients are this rank's own, as under ``no_sync``."""
-        return tuple(index for units in self._units for index in units.unreduced())
+        return (*fsdp_state.unreduced_units(), *(index for units in self._units for index in units.unreduced()))
+
+    @staticmethod
+    def raised_in() -> int:
+        """Return the index of the innermost unit in which a model's last forward raised; -1 if none did, or unknown."""
+        return fsdp_state.raised_in()
+
+    @staticmethod
+    def discard_step() -> None:
+        """Let the workbench's engine drop what is left of a step under way, without waiting for anything."""
+        for root in tuple(fsdp_state.roots):
+            root.reset_iter_state()
 
     def backwards(self) -> Mapping[int, int]:
         """Return how often gradients were averaged, by unit, of models that have some, where the engine counts it."""

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from workbench.engine import FSDPModule
+from workbench.engine import FSDPModule, classic
 from workbench.engine._torch import has_grad_hooks
-from workbench.engine.classic import FullyShardedDataParallel
+from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
 from workbench.engine.classic import unwrapping as classic_undo
-from workbench.engine.classic.wrapper_state import WrapperState
+from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_below
 from workbench.engine.event_source import SOURCE
-from workbench.engine.fsdp_state import FSDPState, roots_below, states_below, units_of
+from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.module_names import clean, full_name, named_params, names_below
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.events import ENGINES, OWN_ENGINE, ParamTensors, Unit
+from workbench.models.plain_model import dtype_of, warnings_in_plain_words
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -32,10 +34,12 @@ from workbench.models.sharded_model import (
     UnitLayout,
     gathered_before,
     join,
+    prefetch_in_order,
     take_calls_of_a_wrapper,
     take_setters,
 )
-from workbench.protocol.policy import CLASSIC, FULLY_SHARD, Api
+from workbench.protocol.commands import Reshard, Shard
+from workbench.protocol.policy import CLASSIC, FULLY_SHARD, STRATEGIES, Api, PrecisionNames, Strategy
 
 
 class WorkbenchModel(ShardedModel):
@@ -211,6 +215,81 @@ def check_one_api(name: str, model: nn.Module) -> None:
 
 def _api(root: FSDPState) -> Api:
     return CLASSIC if isinstance(root, WrapperState) else FULLY_SHARD
+
+
+def strategy_of(model: nn.Module) -> Strategy | Literal[""]:
+    """Return the strategy of a wrapped model; empty: its units differ."""
+    names = {state.strategy.name for state in wrapper_states_below(model) if state.unit is not None}
+    words = [word for word, name in STRATEGIES.items() if names == {name}]
+    return cast("Strategy", words[0]) if words else ""
+
+
+def has_originals(model: nn.Module) -> bool:
+    """Return whether optimizers hold pieces of the original parameters of a wrapped model."""
+    flats = (state.flat for state in wrapper_states_below(model))
+    return any(flat.use_orig_params for flat in flats if flat is not None)
+
+
+def wrap(
+    model: nn.Module,
+    inner: Collection[nn.Module],
+    mesh: DeviceMesh,
+    optimizers: Sequence[torch.optim.Optimizer],
+    options: dict[str, Any],
+) -> FullyShardedDataParallel:
+    """Return ``model`` in a wrapper, each of ``inner`` in its own; optimizers switch to the new parameters. Collective.
+
+    Args:
+        model: the model to wrap; changed in place.
+        inner: modules in it that become units of their own.
+        mesh: mesh over which it is sharded.
+        optimizers: optimizers of its parameters.
+        options: keyword arguments of the wrapper.
+
+    Raises:
+        TypeError, ValueError: the wrapper refuses, or an optimizer cannot switch; nothing is changed then.
+    """
+    chosen = frozenset(inner)
+    policy = classic.CustomPolicy(lambda module: module in chosen)
+    top: nn.Module = model
+    try:
+        with warnings_in_plain_words():
+            top = wrapper = FullyShardedDataParallel(model, auto_wrap_policy=policy, device_mesh=mesh, **options)
+        classic_undo.rewrap_optimizers(wrapper, optimizers)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError):
+        if wrapper_states_below(top):
+            classic_undo.unwrap(top)
+        raise
+    return wrapper
+
+
+def options_of(command: Shard | Reshard) -> dict[str, Any]:
+    """Return the wrapper's arguments for a command; options at their default are left out."""
+    found: dict[str, Any] = {}
+    if command.strategy:
+        found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
+    if command.mp != type(command).mp:
+        dtypes = PrecisionNames.parse(command.mp)
+        found["mixed_precision"] = classic.MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce))
+    if command.offload is not type(command).offload:
+        found["cpu_offload"] = classic.CPUOffload(offload_params=bool(command.offload))
+    if command.prefetch is not type(command).prefetch:
+        found["forward_prefetch"] = bool(command.prefetch)
+    if command.orig_params is not type(command).orig_params:
+        found["use_orig_params"] = bool(command.orig_params)
+    return found
+
+
+def set_prefetch(model: nn.Module, ahead: int) -> None:
+    """Let each unit prefetch the ``ahead`` next ones; 0 restores the engine's own order."""
+    prefetch_in_order(model, ahead, unit_of)
+
+
+def unit_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of the ``fully_shard`` call on a module; None without one, or if it has no parameters."""
+    state = state_of(module)
+    has_unit = state is not None and state._fsdp_param_group is not None
+    return state if has_unit and isinstance(module, FSDPModule) else None
 
 
 def params_in_no_unit(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -209,6 +209,10 @@ class ShardedModel(ABC):
     def in_no_unit(self) -> Sequence[str]:
         """Return the names of the trained parameters that are in no unit, so that nothing averages their gradients."""
 
+    def unaveraged(self) -> Sequence[str]:
+        """Return the names of :meth:`in_no_unit` whose gradients nothing that is known averages."""
+        return self.in_no_unit()
+
     def uncalled_hooks(self) -> Sequence[str]:
         """Return the names of the sharded parameters with a hook that autograd never calls."""
         return ()
@@ -330,6 +334,39 @@ def gathered_before(model: nn.Module, module: Any, *, prepend: bool) -> Iterator
         yield
     finally:
         handle.remove()
+
+
+def prefetch_in_order(model: nn.Module, ahead: int, unit_of: Callable[[nn.Module], object]) -> None:
+    """Set the lists of units that each unit prefetches: those that follow it in forward and in backward.
+
+    Args:
+        model: the root.
+        ahead: length of the lists; 0 empties them.
+        unit_of: returns the unit that ``fully_shard`` made of a module; None: none.
+    """
+    forward, backward = (list(in_order(model, unit_of, set(), backward=is_last)) for is_last in (False, True))
+    for place, unit in enumerate(forward, start=1):
+        unit.set_modules_to_forward_prefetch(forward[place : place + ahead] if ahead else None)
+    for place, unit in enumerate(backward, start=1):
+        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
+
+
+def in_order(
+    module: nn.Module, unit_of: Callable[[nn.Module], object], seen: set[object], *, backward: bool
+) -> Iterator[Any]:
+    """Yield one module of each unit, outer before inner, otherwise in definition order, or for backward in reverse.
+
+    Each unit comes once, even where modules are shared or a unit has several modules.
+    """
+    if module in seen:
+        return
+    unit = unit_of(module)
+    if unit is not None and unit not in seen:
+        yield module
+    seen.update((module, unit))
+    children = list(module.children())
+    for child in reversed(children) if backward else children:
+        yield from in_order(child, unit_of, seen, backward=backward)
 
 
 # ---- what a plain copy does

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
-from workbench.engine.module_names import names_below
+from workbench.engine.module_names import named_params, names_below
 from workbench.engine.probe import BufferHandle
 from workbench.events import UNIT_INDICES, UNWATCHED, Category, Edge, Kind, ParamTensors, Phase, Unit
 from workbench.models.c10d import CollectiveWatch, Within
@@ -288,6 +289,11 @@ class WatchedModel(ShardedModel, Generic[Group]):
     def layout_of(self, unit: int) -> UnitLayout:
         """Return where a unit is."""
         return self._source.layout_of(self._groups[unit])
+
+    def unaveraged(self) -> Sequence[str]:
+        """Return the names of ``in_no_unit``, but no DTensors: a mesh of their own may average them, as of experts."""
+        split = {name for name, param in named_params(self.model) if isinstance(param, DTensor)}
+        return [name for name in self.in_no_unit() if name not in split]
 
 
 def drop(handle: BufferHandle) -> None:

@@ -257,7 +257,7 @@ def _described(path: str, name: str, param: torch.Tensor) -> Param:
     )
 
 
-def paths_below(model: nn.Module) -> dict[nn.Module, str]:
+def without_wrappers(model: nn.Module) -> dict[nn.Module, str]:
     """Return the path of each module of a model, without wrappers, those of ``DistributedDataParallel`` included."""
     tops = [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
     return {module: _without(tops, path) for module, path in names_below([model]).items()}
@@ -294,7 +294,7 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     @functools.cached_property
     def paths(self) -> dict[nn.Module, str]:
         """The path of each module, without wrappers."""
-        return paths_below(self.model)
+        return without_wrappers(self.model)
 
     def reshard(self) -> None:
         """No-op: every rank holds all parameters."""

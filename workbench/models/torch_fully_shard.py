@@ -39,6 +39,7 @@ from workbench.models.sharded_model import (
     check_same_holdings,
     gathered_before,
     join,
+    prefetch_in_order,
     take_setters,
 )
 from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
@@ -450,23 +451,9 @@ class FullyShardModel(WatchedModel[ParamGroup]):
         for optimizer in optimizers:
             remap_optimizer(optimizer, mapping)
         if command.prefetch:
-            _set_prefetch(model, command.prefetch)
+            prefetch_in_order(model, command.prefetch, _unit_of)
         return model
 
 
-def _set_prefetch(model: nn.Module, ahead: int) -> None:
-    """Let each unit gather those that follow it in forward and in backward, ``ahead`` of them."""
-    forward, backward = list(_in_order(model, backward=False)), list(_in_order(model, backward=True))
-    for place, unit in enumerate(forward, start=1):
-        unit.set_modules_to_forward_prefetch(forward[place : place + ahead])
-    for place, unit in enumerate(backward, start=1):
-        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
-
-
-def _in_order(module: nn.Module, *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield the units of a model, outer before inner, otherwise in definition order, or for backward in reverse."""
-    if isinstance(module, FSDPModule):
-        yield module
-    children = list(module.children())
-    for child in reversed(children) if backward else children:
-        yield from _in_order(child, backward=backward)
+def _unit_of(module: nn.Module) -> nn.Module | None:
+    return module if isinstance(module, FSDPModule) else None

@@ -50,6 +50,17 @@ HYBRID: tuple[Strategy, ...] = ("hybrid", "hybrid2")
 """Strategies that take a mesh of copies; the others use all ranks."""
 
 
+def strategy_like(mesh: Sequence[int], reshard_after_forward: str | int) -> Strategy | Literal[""]:
+    """Return the strategy equivalent to a ``fully_shard`` policy; empty: there is none."""
+    if reshard_after_forward not in {"auto", "true", "false"}:
+        return ""
+    copies, size = (1, *mesh)[-2:]
+    if size == 1 and copies > 1:
+        return "none"
+    keeps = reshard_after_forward == "false"
+    return ("hybrid2" if keeps else "hybrid") if copies > 1 else ("grad" if keeps else "full")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionNames:
     """Dtypes of a unit, each a key of :data:`DTYPES` or ``""`` for none, and which parameters keep their own.

@@ -22,7 +22,6 @@ import torch
 
 from workbench.base.clock import clock_here
 from workbench.engine import probe
-from workbench.engine.event_source import SOURCE
 from workbench.events import Unit
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
@@ -139,7 +138,6 @@ class RankRecording:
         """Record from now on; if that raises, nothing is recorded."""
         probe.active = self._recorder
         try:
-            self._recorder.source(SOURCE)
             self._watch = Watch(self._note).begin()
             error_notes.install(self._recorder)
             hooks = self._steps.install(Patches("steps of optimizers are", self._note))

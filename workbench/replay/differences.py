@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import BESIDE, MOVES, OWN_ENGINE, WORK, Category, Edge, Kind, Phase
+from workbench.events import BESIDE, MOVES, WORK, Category, Edge, Kind, Phase, engine_named
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, Side, align, highest
 from workbench.replay.grouping import did
@@ -172,7 +172,7 @@ class Differences:
     step_ns: tuple[float, float]
     is_chance: bool
     slower: tuple[TimeChange, ...]
-    engines: tuple[str, str] = (OWN_ENGINE, OWN_ENGINE)
+    engines: tuple[str, str]
     first_event: FirstEventChange | None = None
     first_value: FirstValueChange | None = None
 
@@ -265,7 +265,7 @@ def _values(part: Trace, rank: RankTrace, first: int) -> dict[tuple[int, str], f
 def _engines(header: Header, rank: RankTrace) -> str:
     """Return the engines that ran the units of a rank's rows; the workbench's if they have none."""
     units = [unit for unit in np.unique(rank.rows["unit"]).tolist() if 0 <= unit < len(header.units)]
-    return " and ".join(sorted({header.units[unit].engine or OWN_ENGINE for unit in units})) or OWN_ENGINE
+    return " and ".join(sorted({header.units[unit].runner.name for unit in units} or {engine_named("").name}))
 
 
 def _overlap(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from workbench.base.fault import buffers_differ, hook_never_called, in_no_unit
-from workbench.events import OWN_ENGINE, UNWATCHED, Unit, unit_words
+from workbench.events import UNWATCHED, Unit, engine_named, unit_words
 from workbench.trace.schema import Header
 
 
@@ -22,7 +22,7 @@ def unit_name(header: Header, unit: int) -> str:
 def engine_words(header: Header) -> str:
     """Return which engine runs the units in use, as text; empty if it is the workbench's."""
     engines = sorted({unit.engine for unit in header.units if unit.in_use} or {""})
-    return "" if engines == [""] else f"run by {' and '.join(engine or OWN_ENGINE for engine in engines)}"
+    return "" if engines == [""] else f"run by {' and '.join(engine_named(engine).name for engine in engines)}"
 
 
 def seen_words(*, sees_cpp: bool) -> str:
@@ -44,11 +44,10 @@ def unseen_words(header: Header) -> str:
             "collectives of c10d are not all in it, as watching them failed: nothing is expected of units that use them"
         )
     replicas = [unit for unit in header.units if unit.in_use and not unit.runner.splits and unit.replicate_size > 1]
+    names = " and ".join(sorted({unit.runner.short_name for unit in replicas}))
     if all(unit.comm for unit in replicas):
-        return "waits of DistributedDataParallel for its all-reduces, in C++, are not measured" if replicas else ""
-    return (
-        "the all-reduces of DistributedDataParallel are missing, which C++ issues: torch 2.14 or newer announces them"
-    )
+        return f"waits of {names} for its all-reduces, in C++, are not measured" if replicas else ""
+    return f"the all-reduces of {names} are missing, which C++ issues: torch 2.14 or newer announces them"
 
 
 def differing(by_rank: Sequence[Mapping[str, int]]) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class ModelStatus:
         name: its variable on the ranks; empty if unknown.
         units: names of its units, ``(root)`` included, from the top of the model.
         policy: how they are stored and computed, a phrase each; empty for the default.
-        is_replicated: whether every rank holds the whole model, as in DistributedDataParallel.
+        is_replicated: whether every rank holds the whole model.
     """
 
     name: str = ""
@@ -138,13 +138,13 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Mo
 
 
 def _replicated_words(header: Header, units: Sequence[Unit]) -> tuple[str, ...]:
-    """Return how DistributedDataParallel stores a model; empty if it is not in that wrapper."""
+    """Return how a model is stored of which every rank holds the whole; empty for another."""
     if any(unit.runner.splits for unit in units):
         return ()
     num_bytes = sum(totals(unit_shards(unit)).bytes_at_rest for unit in units)
     buckets = [unit.num_reductions for unit in units if unit.num_reductions]
     return (
-        f"DistributedDataParallel, not sharded: every rank holds {format_bytes(num_bytes)}",
+        f"{units[0].runner.short_name}, not sharded: every rank holds {format_bytes(num_bytes)}",
         *([f"gradients averaged in {plural(sum(buckets), 'all-reduce')}"] if buckets else []),
         *([] if all(unit.comm for unit in units) else [unseen_words(header)]),
     )

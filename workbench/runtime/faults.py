@@ -100,8 +100,9 @@ def _units(name: str, targets: Sequence[LintTarget]) -> list[tuple[LintTarget, L
     """Return the units of this name; all but roots if it is empty."""
     having = [(target, unit) for target in targets for unit in target.sharded if unit.modules]
     if not having:
+        engines = sorted({model.engine.short_name for target in targets for model in target.models})
         raise UsageError(
-            "faults go into units of FSDP, and a model in DistributedDataParallel has none: to try one, run the cell "
+            f"faults go into units of FSDP, and a model in {' and '.join(engines)} has none: to try one, run the cell "
             "that builds the plain model, then %fsdp shard MODEL"
         )
     if name:

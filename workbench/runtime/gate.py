@@ -23,7 +23,6 @@ from queue import Empty, SimpleQueue
 
 from workbench.engine import cancellable_waits, probe
 from workbench.engine.cancellable_waits import cancellation
-from workbench.engine.event_source import SOURCE
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
 from workbench.protocol.breakpoints import Breakpoint
@@ -85,7 +84,6 @@ class Gate:
         """Become the active probe in front of the recorder, and the stop point of waits."""
         self._recorder.before_own = self._ask_own
         cancellable_waits.stop_point = self._ask_waiting
-        self.source(SOURCE)
         probe.active = self
 
     @staticmethod

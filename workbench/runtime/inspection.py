@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import local_of
 from workbench.errors import UsageError
 from workbench.events import STATE_AFTER, Edge, FlatPart, Kind, Param, ParamTensors, Phase, Unit, UnitState, unit_words
+from workbench.models.engines import paths_below
 from workbench.models.sharded_model import join
-from workbench.models.torch_ddp import paths_below
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, Number, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.runtime.namespace import module_names, user_namespace
 from workbench.runtime.recorder import Recorder

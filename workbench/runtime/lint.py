@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from workbench.base.fault import Fault
-from workbench.engine.fsdp_state import unreduced_units
 from workbench.errors import UsageError
 from workbench.events import ENGINES, Unit
 from workbench.models.engines import Watch, is_sharded
@@ -119,7 +118,7 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
         return any(id(each) in ids for each in (*(each.shard for each in tensors), *placed))
 
     return TrainingHistory(
-        unreduced=lambda: (*unreduced_units(), *watch.unreduced()),
+        unreduced=watch.unreduced,
         backwards=watch.backwards,
         held=held,
         survives=lambda index: _keeps_waiting_grads(recorder.header.units[index]),

@@ -33,7 +33,7 @@ from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
 from workbench.events import Engine, Param, ParamTensors, unit_words
 from workbench.models._torch_private import checkpoint_wrappers_below
-from workbench.models.engines import fully_shard_of
+from workbench.models.engines import class_name, fully_shard_of
 from workbench.protocol.lint_reply import RankComparison
 from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
 from workbench.runtime.lint_target import (
@@ -47,7 +47,6 @@ from workbench.runtime.lint_target import (
     full_nbytes,
     rule,
 )
-from workbench.runtime.model_summary import class_name
 from workbench.runtime.training_history import OptimizerHistory
 
 TOY_NBYTES = 1 << 20
@@ -284,8 +283,8 @@ def wrapper_bypassed(target: LintTarget) -> Iterator[Finding]:
                     fault=Fault(
                         rule="wrapper-bypassed",
                         verdict=f"ranks train {target.name} apart: at {number} of {plural(past.num_steps, 'step')} of "
-                        f"{name} its gradients were of a backward without a forward of DistributedDataParallel, which "
-                        "averages none of those",
+                        f"{name} its gradients were of a backward without a forward of {unit.info.runner.short_name}, "
+                        "which averages none of those",
                         fix=f"call {target.name}(x) for what is trained, not {target.name}.module(x); then load one "
                         "checkpoint on every rank",
                     ),

@@ -17,7 +17,6 @@ from enum import IntEnum
 from types import CodeType
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from workbench.base.fault import Fault
@@ -139,15 +138,9 @@ class LintTarget:
 
     @functools.cached_property
     def in_no_unit(self) -> Sequence[str]:
-        """The names of the trained parameters whose gradients no engine averages.
-
-        A DTensor beside torch's units is left out: a mesh of its own may average its gradient, as of experts.
-        """
-        first, *others = (model.in_no_unit() for model in self.models)
-        named = [name for name in first if all(name in names for names in others)]
-        if any(model.engine.can_reshard for model in self.models):
-            return named
-        return [name for name in named if not isinstance(self.params.get(name), DTensor)]
+        """The names of the trained parameters whose gradients no engine averages."""
+        first, *others = (model.unaveraged() for model in self.models)
+        return [name for name in first if all(name in names for names in others)]
 
     @functools.cached_property
     def buffer_sums(self) -> Mapping[str, int]:

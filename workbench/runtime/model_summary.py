@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.distributed import fsdp as torchs
 
-from workbench.engine import FSDPModule
-from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.module_names import clean, full_name, names_below
-from workbench.engine.param_group import FSDPParamGroup
 from workbench.events import Param, Unit, unit_words
 from workbench.models.ours import WorkbenchModel, params_in_no_unit
 from workbench.protocol.commands import ShardReply, UnmanagedState
@@ -30,17 +26,42 @@ def describe(name: str, model: nn.Module, *, prefetch: int, optimizers: int) -> 
         prefetch: units prefetched by explicit lists, 0 without.
         optimizers: number of optimizers that continue with its parameters.
     """
-    infos, sizes = unit_infos(model), sizes_of(model)
+    sizes, output = sizes_of(model), _output_dtype(state for _, state in roots_below(model))
+    return replace(
+        described(name, unit_infos(model), sizes, [size for size in sizes if not size.is_managed], prefetch, output),
+        units=tuple(_unit_names(model)),
+        optimizers=optimizers,
+    )
+
+
+def described(
+    name: str,
+    units: Sequence[Unit],
+    sizes: Sequence[ParamSize],
+    rest: Sequence[ParamSize] = (),
+    prefetch: int = 0,
+    output: str = "",
+) -> ShardReply:
+    """Return the description of a sharded model, whichever engine runs it.
+
+    Args:
+        name: its variable on the ranks.
+        units: its units.
+        sizes: those of all its parameters.
+        rest: those of parameters that are in no unit.
+        prefetch: units prefetched by explicit lists, 0 without.
+        output: dtype to which modules cast their outputs; empty if none does.
+    """
     return ShardReply(
         model=name,
-        units=tuple(_unit_names(model)),
+        units=tuple(unit_words(unit.name) for unit in units),
         num_params=len(sizes),
         num_elements=sum(size.numel for size in sizes),
         bytes_unsharded=sum(size.num_bytes for size in sizes),
-        bytes_at_rest=sum(bytes_at_rest(param) for info in infos for param in info.params)
-        + sum(size.num_bytes for size in sizes if not size.is_managed),
-        policy=tuple(policy_words(infos, prefetch, _output_dtype(state for _, state in roots_below(model)))),
-        optimizers=optimizers,
+        bytes_at_rest=sum(_bytes_at_rest(param) for unit in units for param in unit.params)
+        + sum(size.num_bytes for size in rest),
+        policy=tuple(policy_words(units, prefetch, output)),
+        optimizers=0,
     )
 
 
@@ -105,18 +126,10 @@ def _output_dtype(states: Iterable[FSDPState]) -> str:
 
 def describe_unit(name: str, state: FSDPState) -> ShardReply:
     """Return the description of a part of a model, as :func:`describe` does; ``name``: variable on the ranks."""
-    infos = [unit.describe() for unit in units_of([state])]
-    params = [param for info in infos for param in info.params]
-    return ShardReply(
-        model=name,
-        units=tuple(unit_words(info.name) for info in infos),
-        num_params=len(params),
-        num_elements=sum(math.prod(param.global_shape) for param in params),
-        bytes_unsharded=sum(math.prod(param.global_shape) * param.itemsize for param in params),
-        bytes_at_rest=sum(map(bytes_at_rest, params)),
-        policy=tuple(policy_words(infos, output=_output_dtype([state]))),
-        optimizers=0,
-    )
+    units = [unit.describe() for unit in units_of([state])]
+    params = (param for unit in units for param in unit.params)
+    sizes = [ParamSize(names=(param.fqn,), shape=param.global_shape, itemsize=param.itemsize) for param in params]
+    return described(name, units, sizes, output=_output_dtype([state]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +140,13 @@ class ParamSize:
         names: its names at every place, without wrappers.
         shape: shape of the whole parameter.
         itemsize: bytes per element.
-        unit: the unit that manages it, or None.
+        is_managed: whether it belongs to a unit.
     """
 
     names: tuple[str, ...]
     shape: Sequence[int]
     itemsize: int
-    unit: FSDPParamGroup | None = None
-
-    @property
-    def is_managed(self) -> bool:
-        """Whether it belongs to a unit."""
-        return self.unit is not None
+    is_managed: bool = False
 
     @property
     def numel(self) -> int:
@@ -158,15 +166,15 @@ class ParamSize:
 
 def sizes_of(model: nn.Module) -> list[ParamSize]:
     """Return the size of each parameter once; for a flat parameter, the sizes of its parts instead."""
-    managed = [(unit, param) for unit in units_of(states_below(model)) for param in unit.fsdp_params]
+    managed = [param for unit in units_of(states_below(model)) for param in unit.fsdp_params]
     names = names_below((model,))
     found: list[ParamSize] = []
-    for unit, param in managed:
+    for param in managed:
         known = param.describe()
         shapes = [each.global_shape for each in known.parts or (known,)]
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
-            found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, unit=unit))
+            found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
     return [
         *found,
         *(
@@ -187,15 +195,7 @@ def _unit_names(model: nn.Module) -> list[str]:
     return [unit_words(name) for name, s in states if s is not None and s._fsdp_param_group is not None]
 
 
-def bytes_at_rest(param: Param) -> int:
+def _bytes_at_rest(param: Param) -> int:
     """Return the bytes of one shard, including padding."""
     others = (size for dim, size in enumerate(param.shape) if dim != param.shard_dim)
     return param.padded_rows * math.prod(others) * param.itemsize
-
-
-def class_name(module: nn.Module) -> str:
-    """Return the name of a module's own class, even if ``fully_shard`` replaced its class or a wrapper holds it."""
-    if isinstance(module, (FullyShardedDataParallel, torchs.FullyShardedDataParallel)):
-        return class_name(module.module)
-    made = (FSDPModule, torchs.FSDPModule)
-    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, made))

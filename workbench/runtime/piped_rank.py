@@ -13,13 +13,11 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch.distributed.fsdp as torch_fsdp
-
-from workbench import engine
-from workbench.engine import classic
+from workbench.models.engines import use_ours_as_torchs
 from workbench.runtime import rank, tracebacks
 
 
@@ -68,18 +66,12 @@ def _ask(request: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     return rank.handle_request(request)[0]
 
 
-def _take_our_engine(_: object) -> None:
-    """Let what the script imports from torch's FSDP be the workbench's engine."""
-    for ours in (engine, classic):
-        vars(torch_fsdp).update({name: getattr(ours, name) for name in ours.__all__ if hasattr(torch_fsdp, name)})
-
-
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "boot": rank.boot,
     "connect": rank.connect,
     "execute": rank.execute,
     "ask": _ask,
-    "take_our_engine": _take_our_engine,
+    "take_our_engine": lambda _: use_ours_as_torchs(),
 }
 
 

@@ -27,7 +27,6 @@ from workbench.engine import backends, process_groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
-from workbench.engine.fsdp_state import raised_in, roots
 from workbench.errors import ClusterError
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.models.c10d import sees_all_collectives
@@ -174,7 +173,7 @@ class RankRuntime:
             held=held,
             waiting=self.gate.is_waiting,
             newest=_event_of(recorder.last_event()),
-            raised_in=raised_in(),
+            raised_in=self.watch.raised_in(),
             unfinished=process_groups.num_unfinished(),
             given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,
@@ -396,8 +395,7 @@ def _discard_step(runtime: RankRuntime) -> None:
     """Drop what is left of the step under way, without waiting for anything."""
     runtime.gate.forget_requests()
     runtime.recorder.give_up_step()
-    for root in tuple(roots):
-        root.reset_iter_state()
+    runtime.watch.discard_step()
 
 
 def recover(generation: str) -> None:

@@ -31,13 +31,13 @@ from workbench.engine.reshard import origins
 from workbench.engine.shard_layout import ShardLayout
 from workbench.errors import UsageError
 from workbench.events import FlatPart, Param, Unit
-from workbench.models.engines import OF_COMMANDS
+from workbench.models.engines import OF_COMMANDS, class_name
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Reshard, Shard
 from workbench.protocol.policy import CLASSIC, STRATEGIES, TORCH, WORKBENCH, PrecisionNames
 from workbench.protocol.rank_messages import ModelInfo, WrapClass
 from workbench.runtime import sharding
-from workbench.runtime.model_summary import class_name, sizes_of
+from workbench.runtime.model_summary import sizes_of
 from workbench.runtime.namespace import find_module, module_names, optimizers_of
 
 ModelsIn = Callable[[nn.Module], Sequence[ShardedModel]]

@@ -36,8 +36,8 @@ from workbench.engine.model_check import check_same_lines
 from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
-from workbench.events import unit_words
-from workbench.models.engines import OF_COMMANDS, WATCHED
+from workbench.models import ours
+from workbench.models.engines import OF_COMMANDS, WATCHED, class_name
 from workbench.models.ours import api_of, check_one_api
 from workbench.models.plain_model import PlainModel, unchanged_on_error
 from workbench.protocol.breakpoints import chosen_units
@@ -52,16 +52,15 @@ from workbench.protocol.policy import (
     as_mesh,
     check_not_classic,
     mesh_words,
-    policy_words,
+    strategy_like,
 )
 from workbench.protocol.rank_messages import ModelPolicy
-from workbench.runtime import classic_wrapping, lint
+from workbench.runtime import lint
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import (
-    bytes_at_rest,
-    class_name,
     describe,
     describe_unit,
+    described,
     sizes_of,
     unit_infos,
 )
@@ -150,29 +149,19 @@ def _shard_by_torch(command: Shard, rank: RankContext, plain: PlainModel) -> Sha
     rebind(command.model, model)
     rank.watch.note([model])
     units = [unit for each in rank.watch.models_in(model) for unit in each.units]
-    return ShardReply(
-        model=command.model,
-        units=tuple(unit_words(unit.name) for unit in units),
-        num_params=len(sizes),
-        num_elements=sum(size.numel for size in sizes),
-        bytes_unsharded=sum(size.num_bytes for size in sizes),
-        bytes_at_rest=sum(bytes_at_rest(param) for unit in units for param in unit.params)
-        + sum(size.num_bytes for size in left_out),
-        policy=tuple(
-            policy_words(units, command.prefetch, DTYPES.get(PrecisionNames.named(command.mp).get("output", ""), ""))
-        ),
-        optimizers=len(optimizers),
-    )
+    output = DTYPES.get(PrecisionNames.named(command.mp).get("output", ""), "")
+    found = described(command.model, units, sizes, left_out, command.prefetch, output)
+    return replace(found, optimizers=len(optimizers))
 
 
 def _shard_classic(
     command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
     optimizers = optimizers_of(model)
-    options = classic_wrapping.options_of(command) | {"ignored_states": ignored}
+    options = ours.options_of(command) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
         options["sync_module_states"] = True  # ranks may draw different numbers, and copies would stay different
-    wrapper = classic_wrapping.wrap(model, inner, mesh, optimizers, options)
+    wrapper = ours.wrap(model, inner, mesh, optimizers, options)
     rebind(command.model, wrapper)
     _prefetch[wrapper] = command.prefetch
     return wrapper, len(optimizers)
@@ -483,7 +472,7 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
     }
     after_forward: str | int = policy.reshard_after_forward
     if api == CLASSIC:
-        like = classic_wrapping.strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
+        like = strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
         found["strategy"] = command.strategy or like
         if found["strategy"] not in {"", *HYBRID} and not command.mesh:
             found["mesh"] = ()
@@ -576,11 +565,11 @@ def policy_of(model: nn.Module, only: Sequence[FSDPState] = ()) -> ModelPolicy |
     mesh = _shared({mesh_words(unit.replicate_size, unit.shard_size) for unit in units}, "")
     after = _shared(after_forward, "")
     api = api_of(model)
-    like = classic_wrapping.strategy_like(as_mesh(mesh), after) if mesh else ""
+    like = strategy_like(as_mesh(mesh), after) if mesh else ""
     return ModelPolicy(
         api=api,
-        strategy=classic_wrapping.strategy_of(model) if api == CLASSIC else like,
-        orig_params=classic_wrapping.has_originals(model),
+        strategy=ours.strategy_of(model) if api == CLASSIC else like,
+        orig_params=ours.has_originals(model),
         wrap=tuple(sorted({class_name(m) for state in states for m in state.modules if state not in roots})),
         mesh=mesh,
         reshard_after_forward=after,
@@ -681,40 +670,8 @@ def _cast_only_at(model: nn.Module, policy: MixedPrecisionPolicy, module: nn.Mod
 def _plan(model: nn.Module, ahead: int) -> None:
     """Set explicit prefetch lists, and clear earlier ones."""
     if ahead or _prefetch.get(model):
-        set_prefetch(model, ahead)
+        ours.set_prefetch(model, ahead)
     _prefetch[model] = ahead
-
-
-def set_prefetch(model: nn.Module, ahead: int) -> None:
-    """Set the lists of units that each unit prefetches: those that follow it in forward and in backward.
-
-    Args:
-        model: the root.
-        ahead: length of the lists; 0 empties them, which restores the engine's own order.
-    """
-    forward, backward = (list(in_order(model, set(), backward=is_last)) for is_last in (False, True))
-    for place, unit in enumerate(forward, start=1):
-        unit.set_modules_to_forward_prefetch(forward[place : place + ahead] if ahead else None)
-    for place, unit in enumerate(backward, start=1):
-        unit.set_modules_to_backward_prefetch(backward[place : place + ahead])
-
-
-def in_order(module: nn.Module, seen: set[nn.Module | FSDPState], *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield one module of each unit, outer before inner, otherwise in definition order, or for backward in reverse.
-
-    Each unit comes once, even where modules are shared or a unit has several modules.
-    """
-    if module in seen:
-        return
-    state = state_of(module)
-    if state is not None and state not in seen and isinstance(module, FSDPModule):
-        if state._fsdp_param_group is not None:
-            yield module
-        seen.add(state)
-    seen.add(module)
-    children = list(module.children())
-    for child in reversed(children) if backward else children:
-        yield from in_order(child, seen, backward=backward)
 
 
 def check_same_model(model: nn.Module, inner: Sequence[nn.Module], mesh: DeviceMesh) -> None:

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.explain import explain
-from workbench.engine.fsdp_state import missed_grads
 from workbench.errors import UsageError
-from workbench.models.engines import is_sharded
+from workbench.models.engines import is_sharded, missed_grads
 from workbench.protocol.commands import Step, StepReply
 from workbench.runtime.loop_steps import LoopSteps
 from workbench.runtime.model_summary import name_from_models, outermost, sharded_variables, unmanaged
