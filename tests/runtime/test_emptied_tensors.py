@@ -1,9 +1,11 @@
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers.linted_models import memory_of
-from workbench.runtime.emptied_tensors import EmptiedTensors, digest
+from workbench.runtime.emptied_tensors import EmptiedTensors, at, digest, held
 
 
 @pytest.fixture
@@ -83,3 +85,11 @@ def test_a_digest_sees_each_bit_of_any_dtype():
         assert digest(tensor) != digest(other)
     assert digest(torch.zeros(0)) == digest(torch.zeros(2, device="meta")) == 0
     assert digest(torch.ones(4, 4).t()) == digest(torch.ones(4, 4))
+
+
+def test_what_a_module_holds_is_read_without_running_a_property_which_may_gather():
+    layer, weight = nn.Linear(3, 2), nn.Parameter(torch.ones(2, 3))
+    layer.weight, layer.plain = weight, torch.ones(1)
+    layer.__class__ = type("Gathers", (nn.Linear,), {"weight": property(lambda _: pytest.fail("gathers"))})
+    assert [held(layer, name) for name in ("weight", "plain", "absent")] == [weight, layer.plain, None]
+    assert at((weakref.ref(layer), "weight")) is weight

@@ -25,7 +25,14 @@ _ABSURD = 1e30
 
 def at(place: Place) -> object:
     """Return what is at a place; None if there is nothing."""
-    return getattr(place[0](), place[1], None)
+    owner = place[0]()
+    return None if owner is None else held(owner, place[1])
+
+
+def held(owner: nn.Module, name: str) -> object:
+    """Return what a module holds under a name, without running a property, which may gather; None: nothing."""
+    places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+    return next((each[name] for each in places if name in each), None)
 
 
 class LostTie(NamedTuple):

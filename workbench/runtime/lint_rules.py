@@ -35,7 +35,7 @@ from workbench.events import Engine, Param, ParamTensors, unit_words
 from workbench.models._torch_private import checkpoint_wrappers_below
 from workbench.models.engines import class_name, fully_shard_of
 from workbench.protocol.lint_reply import RankComparison
-from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest
+from workbench.runtime.emptied_tensors import EmptiedTensors, Place, at, digest, held
 from workbench.runtime.lint_target import (
     RULES,
     Abstains,
@@ -424,9 +424,9 @@ def _held_twice(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
     """Yield pairs of names, in two units, of one registered parameter."""
     registered: dict[int, _Named] = {}
     for unit, name, _, module, attribute in _placed(target.units):
-        held = getattr(module, attribute, None)
-        other, first = registered.setdefault(id(held), (unit, name))
-        if held is not None and other is not unit:
+        param = held(module, attribute)
+        other, first = registered.setdefault(id(param), (unit, name))
+        if param is not None and other is not unit:
             yield (other, first), (unit, name)
 
 
@@ -799,7 +799,7 @@ def _own_tensors(target: LintTarget, module: nn.Module) -> set[int]:
     """Return the ids of the parameters that the units of a module itself hold, full or sharded."""
     units = [unit for unit in target.units if any(each is module for each in unit.modules)]
     return {
-        id(getattr(owner, attribute, None))
+        id(held(cast("nn.Module", owner), attribute))
         for unit in units
         for tensors in unit.tensors.values()
         for owner, attribute in tensors.places
