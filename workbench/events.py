@@ -461,19 +461,23 @@ class Engine:
 
     Attributes:
         name: of its source of events.
+        model: ``module:class`` of its models, the :class:`~workbench.models.sharded_model.ShardedModel`.
         splits: whether it shards parameters; else every rank has them whole.
         is_flat: whether it makes one flat parameter of all those of a unit.
         pads_for_copy: whether an all-gather over fewer ranks, as after forward, keeps the padding for all of a copy.
         can_reshard: whether ``%fsdp reshard`` can give a unit another policy.
+        gathers_params: whether each parameter of a unit is gathered and reduced by itself, not all of them together.
         keeps_waiting_grads: whether gradients that wait for a reduction survive ``zero_grad``, if not flat.
         package: the package with its ``fully_shard`` and ``register_fsdp_forward_method``, if it has them.
     """
 
     name: str
+    model: str = ""
     splits: bool = True
     is_flat: bool = False
     pads_for_copy: bool = False
     can_reshard: bool = False
+    gathers_params: bool = False
     keeps_waiting_grads: bool = False
     package: str = ""
 
@@ -486,10 +490,22 @@ class Engine:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(name=OWN_ENGINE, can_reshard=True, keeps_waiting_grads=True, package="workbench.engine"),
-        Engine(name=TORCH_FULLY_SHARD, pads_for_copy=True, keeps_waiting_grads=True, package="torch.distributed.fsdp"),
-        Engine(name=TORCH_CLASSIC, is_flat=True),
-        Engine(name=TORCH_DDP, splits=False),
+        Engine(
+            name=OWN_ENGINE,
+            model="workbench.models.ours:WorkbenchModel",
+            can_reshard=True,
+            keeps_waiting_grads=True,
+            package="workbench.engine",
+        ),
+        Engine(
+            name=TORCH_FULLY_SHARD,
+            model="workbench.models.torch_fully_shard:FullyShardModel",
+            pads_for_copy=True,
+            keeps_waiting_grads=True,
+            package="torch.distributed.fsdp",
+        ),
+        Engine(name=TORCH_CLASSIC, model="workbench.models.torch_wrapper:WrapperModel", is_flat=True),
+        Engine(name=TORCH_DDP, model="workbench.models.torch_ddp:ReplicatedModel", splits=False),
     )
 }
 """The engines that are known, by name; what is not true of others, such as one of your own, is the default."""

@@ -10,7 +10,7 @@ from tests.helpers.collective_counts import counts
 from tests.helpers.simulated_job import ITEMSIZE, padded_bytes, padded_elements
 from tests.helpers.trace_strategies import Setup, cuttings, example_trace, setups, simulate, traces
 from tests.replay.test_shards import make_flat
-from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, Edge, Kind, Param, Unit
+from workbench.events import C10D, COLLECTIVES, ENGINES, GLOO, PER_HOST, Edge, Engine, Kind, Param, Unit
 from workbench.replay import collectives
 from workbench.replay.collectives import (
     Pass,
@@ -284,6 +284,14 @@ def test_padding_counts_and_frozen_parameters_are_gathered_but_not_reduced():
     gather, reduce = closed_form(Header(units=(unit,)))
     assert (gather.calls, gather.num_bytes) == (1, 2 * (2 * 4 * 3 + 2 * 4 * 3))
     assert (reduce.calls, reduce.num_bytes) == (1, 4 * (2 * 4 * 3))
+
+
+def test_an_engine_may_gather_and_reduce_each_parameter_by_itself(monkeypatch):
+    monkeypatch.setitem(ENGINES, "apart", Engine(name="apart", gathers_params=True))
+    params = make_param((5, 3), 2), make_param((3, 7), 2, trainable=False, shard_dim=1)
+    whole, apart = (form(make_unit(*params, engine=name)) for name in ("", "apart"))
+    assert [calls for _, _, calls, _ in apart] == [2, 1]
+    assert [num_bytes for *_, num_bytes in apart] == [num_bytes for *_, num_bytes in whole]
 
 
 @pytest.mark.parametrize(

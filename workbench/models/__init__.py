@@ -11,6 +11,7 @@
   newer), or else through the methods of ``ProcessGroup`` and the operators of functional collectives, which see what
   Python calls but not what C++ does, such as the reducer of DistributedDataParallel.
 
-``engines.py`` lists the engines and watches torch's. Nothing changes in the program that is watched: no argument, no
-result, no stream, no order. All uses of torch's private API are in ``_torch_private.py``.
+``engines.py`` loads the class of each row of ``ENGINES`` in ``events.py``, and watches torch's. Nothing changes in the
+program that is watched: no argument, no result, no stream, no order. All uses of torch's private API are in
+``_torch_private.py``.
 """

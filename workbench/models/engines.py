@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import nn
 from workbench import engine
 from workbench.engine import classic, fsdp_state, probe
 from workbench.engine.event_source import SOURCE
-from workbench.events import Engine
+from workbench.events import ENGINES, Engine
 from workbench.models import c10d
 from workbench.models._torch_private import observe_calls, stop_observing_groups
 from workbench.models.c10d import CollectiveWatch
@@ -22,16 +23,23 @@ from workbench.models.own import reset_all
 from workbench.models.patches import Patches, complain
 from workbench.models.sharded_model import ShardedModel
 from workbench.models.source import WatchedModel
-from workbench.models.torch_ddp import ReplicatedModel, without_wrappers
+from workbench.models.torch_ddp import without_wrappers
 from workbench.models.torch_fully_shard import FullyShardModel
 from workbench.models.torch_wrapper import WrapperModel
 from workbench.protocol.policy import CLASSIC, FULLY_SHARD
 
-WATCHED: tuple[type[WatchedModel[Any]], ...] = (FullyShardModel, WrapperModel, ReplicatedModel)
-"""The models of engines that are watched; an engine more is a line here."""
 
-MODELS: tuple[type[ShardedModel], ...] = (WorkbenchModel, *WATCHED)
+def _models_of(row: Engine) -> type[ShardedModel]:
+    module, _, name = row.model.partition(":")
+    found: type[ShardedModel] = getattr(import_module(module), name)
+    return found
+
+
+MODELS = tuple(map(_models_of, ENGINES.values()))
 """The models of all engines, the workbench's first."""
+
+WATCHED: tuple[type[WatchedModel[Any]], ...] = tuple(each for each in MODELS if issubclass(each, WatchedModel))
+"""The models of engines that are watched."""
 
 
 OF_COMMANDS: Mapping[str, type[FullyShardModel] | type[WrapperModel]] = {

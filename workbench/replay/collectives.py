@@ -360,16 +360,18 @@ def _closed_form(unit: Unit, passes: Passes, *, is_full: bool) -> Iterator[Expec
             num_parts=parts,
         )
 
+    is_apart = unit.runner.gathers_params
     gathers = _gathers(unit, passes, is_full=is_full)
     for num_ranks, calls in gathers.items():
         padded_for = size if unit.runner.pads_for_copy else num_ranks
         sizes = ((_padded_elements(param, padded_for), unit.gathered_itemsize(param)) for param in unit.params)
         payload = unit.gather_nbytes or sum(elements * itemsize for elements, itemsize in sizes)
-        yield expected(Kind.ALL_GATHER, num_ranks, calls, payload)
+        yield expected(Kind.ALL_GATHER, num_ranks, calls, payload, len(unit.params) if is_apart else 1)
     payload = unit.reduce_itemsize * sum(_padded_elements(param, size) for param in trainable)
     reduces, all_reduces = sum(each.reduces for each in passes), sum(each.all_reduces for each in passes)
     least = bool(trainable) and num_passes[1] > 0
-    yield expected(Kind.REDUCE_SCATTER, size, max(reduces, 1) if least else 0, payload)
+    calls = max(reduces, 1) if least else 0
+    yield expected(Kind.REDUCE_SCATTER, size, calls, payload, len(trainable) if is_apart else 1)
     if copies > 1 and unit.num_reductions:
         calls = max(all_reduces, 1) if least else 0
         yield expected(Kind.ALL_REDUCE, copies, calls, payload // size, unit.num_reductions)
