@@ -128,7 +128,7 @@ def _split() -> nn.Module:
 MESHES = {"on copies": _copied, "split by tensor parallelism": _split}
 """Models on a mesh of 2 x 2 ranks."""
 
-ON_MESHES = {"on copies": tuple(ENGINES)[:4], "split by tensor parallelism": tuple(ENGINES)[:3]}
+ON_MESHES = {"on copies": tuple(ENGINES)[:4], "split by tensor parallelism": tuple(ENGINES)[:4]}
 """The engines of each."""
 
 MAKE = {**MODELS, **MESHES}
@@ -267,8 +267,13 @@ LIMITS = {
         "fault",
         "torch's DistributedDataParallel",
     ): "faults go into units of FSDP, and a model in DistributedDataParallel has none",
+    (
+        "verify",
+        "torch's FullyShardedDataParallel",
+        "split by tensor parallelism",
+    ): "tensor parallelism splits 'model' in torch's FullyShardedDataParallel, which verify does not know",
 }
-"""What an instrument says where it cannot work with an engine."""
+"""What an instrument says where it cannot work with an engine, or with one of its models."""
 
 
 def answers(engines: Sequence[str], models: Sequence[str]) -> dict[tuple[str, str, str], str]:

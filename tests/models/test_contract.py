@@ -9,7 +9,7 @@ from tests.helpers.engine_contract import ENGINES, INSTRUMENTS, LIMITS, MODELS, 
 def check(world_size, engines, models):
     for found in run(world_size, answers, engines, list(models), timeout_s=300):
         assert len(found) == len(engines) * len(models) * len(INSTRUMENTS)
-        limits = {asked: LIMITS.get((asked[2], asked[0]), "") for asked in found}
+        limits = {(e, m, i): LIMITS.get((i, e), LIMITS.get((i, e, m), "")) for e, m, i in found}
         assert {a: said for a, said in found.items() if limits[a] not in said or bool(said) != bool(limits[a])} == {}
 
 

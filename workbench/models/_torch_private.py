@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -671,7 +672,7 @@ def facts_of(handle: Handle) -> FlatParamFacts:
         numel=flat._unpadded_unsharded_size.numel(),
         shard_numel=flat._local_shard.numel() if hasattr(flat, "_local_shard") else flat.numel(),
         shard_size=size,
-        copies=dist.get_world_size() // size,
+        copies=math.prod(group.size() for group in averaging_groups_of(handle)) // size,
         reshards=strategy not in {"SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"},
         dtype=flat.dtype,
         compute_dtype=handle._fwd_bwd_param_dtype or flat.dtype,
@@ -790,6 +791,11 @@ def all_places_of(handle: Handle) -> Iterator[tuple[int, nn.Module, str]]:
 def plain_module(wrapped: nn.Module) -> None:
     """Remove a flat parameter from a copy of the module that had it."""
     wrapped._parameters.pop("_flat_param", None)
+
+
+def is_split_otherwise(handle: Handle) -> bool:
+    """Return whether tensor parallelism splits a parameter inside a flat parameter."""
+    return any(extension is not None for extension in handle.flat_param._param_extensions)
 
 
 def averaging_groups_of(handle: Handle) -> tuple[dist.ProcessGroup, ...]:

@@ -366,7 +366,12 @@ class WrapperModel(WatchedModel[Handle]):
         self._wrappers = list(_torch.wrappers_below(model))
 
     def check_can_copy(self, name: str, largest: Largest) -> None:
-        """Raise UsageError if the model ``name`` holds gradients that were not reduced; collective."""
+        """Raise UsageError if tensor parallelism splits the model, or it holds gradients not reduced; collective."""
+        if any(_torch.is_split_otherwise(flat.handle) for flat in self._flats.values()):
+            raise UsageError(
+                f"tensor parallelism splits {name!r} in torch's FullyShardedDataParallel, which verify does not know: "
+                "use fully_shard"
+            )
         if largest(len(self.unreduced())):
             raise UsageError(
                 f"{name!r} holds gradients that were accumulated in no_sync() and are not reduced yet; clear them "
