@@ -62,6 +62,7 @@ def viewer():
     [
         ("statsu", {}, "there is no tool 'statsu', did you mean 'status'?"),
         ("dashboard", {}, "there is no tool 'dashboard'"),
+        ("x" * 999, {}, f"there is no tool '{'x' * mcp_server.MAX_NAME}'"),
         ("step", {"cuont": 3}, "step has no argument 'cuont', did you mean 'count'? it takes count, fn,"),
         ("step", {"count": "3"}, "command 'step'.count is '3', expected int"),
         ("step", {"count": 0}, "the number of steps is a whole number of at least 1, not 0"),

@@ -43,6 +43,8 @@ def test_the_command_is_installed():
         ["lint", "train.py", "-n", "two"],
         ["verify"],
         ["verify", "train.py", "-n", "two"],
+        ["mcp", "--port", "9000"],
+        ["skill", "folder", "more"],
     ],
 )
 def test_wrong_usage_shows_the_usage(argv, capsys):
@@ -70,6 +72,8 @@ def test_wrong_usage_shows_the_usage(argv, capsys):
             "verify",
             "The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared",
         ),
+        ("mcp", "Without --control, tools that change ranks or write files are not offered"),
+        ("skill", "fsdp-workbench/SKILL.md in a folder"),
         ("where", "The exit status is 1 if the run is stalled, or a rank failed or was killed, and 2 if the folder"),
     ],
 )
@@ -78,6 +82,19 @@ def test_each_subcommand_describes_itself(word, words, capsys):
         cli.main([word, "-h"])
     assert left.value.code == 0
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_skill_is_printed_or_written(tmp_path, capsys):
+    assert cli.main(["skill"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("---\nname: fsdp-workbench\n")
+    for _ in range(2):  # an earlier version is replaced
+        assert cli.main(["skill", str(tmp_path)]) == 0
+        file = Path(capsys.readouterr().out.strip())
+        assert (file, file.read_text("utf-8")) == (tmp_path / "fsdp-workbench" / "SKILL.md", text)
+        file.write_text("old")
+    assert cli.main(["skill", str(file)]) == 1
+    assert capsys.readouterr().err == f"cannot write {file}/fsdp-workbench/SKILL.md: Not a directory\n"
 
 
 def test_version(capsys):

@@ -230,6 +230,24 @@ def test_a_second_notebook_views_ranks_and_takes_them_once_they_are_free(profile
         taking.ask(Release(), timeout_s=PATIENCE_S)
 
 
+def test_a_look_changes_neither_free_ranks_nor_engines(profile):
+    with attached() as first:
+        first.apply(f"{RUNTIME}:echo").wait(PATIENCE_S)
+        first.detach()
+    with attached(look=True) as looking:
+        assert [reply.rank for reply in looking.ask(Locate(), timeout_s=PATIENCE_S).values()] == [0, 1, 2]
+        with pytest.raises(UsageError, match="no notebook controls these ranks; here you can only view them"):
+            looking.run_cell("x = 1")
+        with attached() as second:  # they are free, also while somebody looks
+            assert second.held_by == ""
+            looking.ask(Locate(), timeout_s=PATIENCE_S)
+            looking.detach()
+            with attached(look=True) as third:  # nobody has taken them from the second
+                assert f"(process {os.getpid()})" in third.held_by
+    with pytest.raises(UsageError, match="its engines are no ranks yet: there is nothing to view"):
+        attached(look=True).start()
+
+
 TAKER = f"""
 import sys
 from workbench.cluster import Cluster

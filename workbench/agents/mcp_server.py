@@ -1,6 +1,6 @@
 """A server of the Model Context Protocol over standard input and output: ``workbench mcp``.
 
-Every reply is the document that ``--json`` prints. Without ``--control``, tools that change ranks or write files are
+Each reply is the document that ``--json`` prints. Without ``--control``, tools that change ranks or write files are
 not offered, and an attach only views the ranks. The server ends with its client: when standard input closes, or on
 SIGTERM, it stops the ranks that it has started; if it is killed, the cluster's reaper does so.
 """
@@ -25,6 +25,7 @@ from mcp.server.stdio import stdio_server
 
 from workbench import __version__
 from workbench.agents.command_tools import CELL, MAX_WAIT_S, WAIT, WAIT_S, CommandTool, command_tools
+from workbench.agents.reply_limit import limited
 from workbench.agents.screenshot import screenshot
 from workbench.agents.tool_calls import OpenCalls, ToolCall
 from workbench.errors import UsageError, did_you_mean
@@ -42,6 +43,9 @@ tool abort. Each reply is a JSON document: read headline, problem, and of a faul
 VIEWS_ONLY = """
 This server only views: tools that change ranks or write files need `workbench mcp --control`."""
 VIEW_RANKS = "Attach to ranks that a notebook controls, or to free ones, only to view them."
+MAX_NAME = 80
+"""Characters of the name of an unknown tool that its reply repeats."""
+
 MAX_SESSIONS = 8
 """Most connection files that are named when an attach finds no cluster."""
 
@@ -94,7 +98,7 @@ class ToolServer:
                 call = ToolCall(name, partial(self._run, given))
                 self._calls.begin(call)
         except UsageError as error:
-            return _result(document(name, error=error))
+            return _result(limited(document(name[:MAX_NAME], error=error)))
         await asyncio.wait([asyncio.wrap_future(call.ended)], timeout=wait_s)
         found = self._calls.close(call)
         has_texts = found["type"] == "CellReport"  # what the ranks printed, by rank
@@ -112,7 +116,7 @@ class ToolServer:
             raise UsageError(
                 f"{name} changes ranks or writes files, and this server only views: workbench mcp --control"
             )
-        raise UsageError(f"there is no tool {name!r:.80}{did_you_mean(name, self.tools)}")
+        raise UsageError(f"there is no tool {name[:MAX_NAME]!r}{did_you_mean(name, self.tools)}")
 
     def _run(self, given: dict[str, Any], call: ToolCall) -> object:
         """Do what a call asks for, in its thread."""
