@@ -20,7 +20,7 @@ from tests.helpers.known_warnings import NO_SHARD, ignoring_warnings
 from tests.helpers.small_models import make_net
 from tests.helpers.stopped_step import beside
 from tests.runtime.test_policies import trace_here
-from workbench.codec import decode
+from workbench.base.codec import decode
 from workbench.engine.module_names import clean, named_params
 from workbench.errors import UsageError
 from workbench.models.c10d import sees_all_collectives
