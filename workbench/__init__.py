@@ -30,14 +30,15 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
 
 def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes its InteractiveShell
     """``%load_ext workbench``: register the ``%fsdp`` magics."""
-    from workbench.cli.jupyter_extensions import panel_notice  # noqa: PLC0415 - lazy by design
+    from workbench.cli.jupyter_extensions import has_panel, panel_notice  # noqa: PLC0415 - lazy by design
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
     from workbench.panel import register as register_panel  # noqa: PLC0415 - lazy by design
 
     magics = register(shell)
     register_panel(magics.workbench, __version__, magics.on_close)
-    if notice := panel_notice():
-        sys.stdout.write(f"{notice}\n")
+    notice = panel_notice()
+    panel = ", or the icon with the shards" if has_panel() else ""
+    sys.stdout.write("".join(f"{line}\n" for line in (notice, f"next: %fsdp start -n 2{panel}") if line))
 
 
 def unload_ipython_extension(shell: Any) -> None:  # noqa: ANN401

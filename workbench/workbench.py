@@ -49,6 +49,7 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
+from workbench.protocol.example import EXAMPLE
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
@@ -1200,6 +1201,10 @@ class Workbench:
     def history(self, n: int = 0) -> HistoryReport:
         """Return the newest ``n`` commands of the history; 0: all that it keeps."""
         return HistoryReport(commands=tuple(self._past)[-n:])
+
+    def example(self) -> str:
+        """Return the code of a cell with a model, an optimizer and ``train_step()``."""
+        return EXAMPLE
 
     def help(self, topic: str = "") -> str:
         """Return the docstring of a method, or without ``topic`` the first line of each.

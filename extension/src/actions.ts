@@ -3,7 +3,7 @@ import type { JupyterFrontEnd } from "@jupyterlab/application";
 
 import type { Notebooks } from "./notebooks";
 import type { Pictures } from "./pictures";
-import { type Break, type Command, VIEWS } from "./protocol";
+import { type Break, type Command, type State, VIEWS } from "./protocol";
 import type { Settings } from "./settings";
 import { type Can, can, pathOf } from "./words";
 
@@ -39,7 +39,15 @@ const ACTIONS: readonly Action[] = [
   { id: "fsdp:next-phase", label: "Run to the Next Phase", able: "goOn", command: { word: "next", what: "phase" } },
   { id: "fsdp:continue", label: "Continue", able: "goOn", command: { word: "continue" } },
   { id: "fsdp:abort", label: "Abort", able: "abort", command: { word: "abort" } },
+  { id: "fsdp:lint", label: "Lint the Model", able: "lint", command: { word: "lint" } },
   { id: "fsdp:verify", label: "Verify a Step", able: "step", command: { word: "verify" } },
+];
+
+/** Reports in a tab beside the views: id, label, command, and whether there is one. */
+const REPORTS: readonly (readonly [string, string, Command, (state: State | null) => boolean])[] = [
+  ["fsdp:explain", "Explain What Matters Most", { word: "explain" }, (state) => state?.is_recorded === true],
+  ["fsdp:where", "Show Where Every Rank Is", { word: "where" }, (state) => state?.cluster.is_running === true],
+  ["fsdp:status", "Show the Status", { word: "status" }, (state) => state !== null],
 ];
 
 /** The command that draws a view. */
@@ -79,6 +87,9 @@ export function addActions(
   for (const word of Object.keys(VIEWS) as ViewWord[]) {
     add(`fsdp:view-${word}`, `Show ${word.slice(0, 1).toUpperCase()}${word.slice(1)}`, () => notebooks.model.state?.is_recorded === true, () =>
       pictures.draw(notebooks.model, notebooks.panel, viewOf(word)));
+  }
+  for (const [id, label, command, exists] of REPORTS) {
+    add(id, label, () => exists(notebooks.model.state), () => pictures.draw(notebooks.model, notebooks.panel, command));
   }
   for (const [id, label, section] of FORMS) {
     add(id, label, () => notebooks.model.state !== null, () => { openForm(section); });

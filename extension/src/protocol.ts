@@ -5,6 +5,7 @@ export const VERSION = 3;
 export const DEVICES = ["auto", "cpu", "cuda"];
 export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
 export const HYBRID = ["hybrid", "hybrid2"];
+export const EXAMPLE = "%%fsdp\n# A small GPT that learns to predict characters. Run this cell, then %fsdp shard model, then %fsdp step 5.\nimport torch\nfrom workbench.zoo import GPT, GPTConfig, load_text, next_token_loss, rank_generator, sample_batch\n\ntext = load_text()\ntorch.manual_seed(0)  # the same model on every rank\nmodel = GPT(GPTConfig(vocab_size=len(text.characters), num_blocks=4, width=128, max_tokens=64)).to(device)\noptimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\ngenerator = rank_generator(seed=0, rank=rank)  # other samples on every rank\n\n\ndef train_step():\n    inputs, targets = sample_batch(text.train, num_sequences=8, num_tokens=64, generator=generator)\n    loss = next_token_loss(model(inputs.to(device)), targets.to(device))\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n    return loss.item()\n";
 export const VIEWS = {"layout": "draw which rank holds which rows of each parameter", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers", "training": "draw loss, step time and other logged metrics"};
 
 export interface PanelMessage { readonly number: number; }
@@ -531,6 +532,24 @@ export interface Verify {
   readonly repeat?: boolean;
 }
 
+export interface InjectFault {
+  readonly word: "fault";
+  readonly name: string;
+  readonly rank?: number | null;
+  readonly ms?: number;
+  readonly unit?: string;
+  readonly seed?: number;
+}
+
+export interface Faults { readonly word: "faults"; }
+
+export interface Explain {
+  readonly word: "explain";
+  readonly subject?: string;
+  readonly which?: string;
+  readonly step?: number | null;
+}
+
 export interface DrawLayout {
   readonly word: "layout";
   readonly unit?: string | null;
@@ -574,24 +593,6 @@ export interface DrawComms {
 
 export interface DrawTraining { readonly word: "training"; readonly talk?: boolean | null; }
 
-export interface InjectFault {
-  readonly word: "fault";
-  readonly name: string;
-  readonly rank?: number | null;
-  readonly ms?: number;
-  readonly unit?: string;
-  readonly seed?: number;
-}
-
-export interface Faults { readonly word: "faults"; }
-
-export interface Explain {
-  readonly word: "explain";
-  readonly subject?: string;
-  readonly which?: string;
-  readonly step?: number | null;
-}
-
 export interface Compare {
   readonly word: "compare";
   readonly a?: string;
@@ -610,6 +611,8 @@ export interface Export {
 export interface Open { readonly word: "open"; readonly path: string; }
 
 export interface History { readonly word: "history"; readonly n?: number; }
+
+export interface Example { readonly word: "example"; }
 
 export interface Help { readonly word: "help"; readonly topic?: string; }
 
@@ -630,8 +633,8 @@ export type ViewAnswer =
 export type Command =
   | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Lint | Step
   | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
-  | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms | DrawTraining | InjectFault
-  | Faults | Explain | Compare | Export | Open | History | Help;
+  | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms
+  | DrawTraining | Compare | Export | Open | History | Example | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

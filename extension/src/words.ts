@@ -18,6 +18,8 @@ export interface Can {
   /** Leave ranks whose processes continue. */
   readonly detach: boolean;
   readonly step: boolean;
+  /** Check models without running them. */
+  readonly lint: boolean;
   readonly pause: boolean;
   readonly goOn: boolean;
   readonly abort: boolean;
@@ -53,6 +55,7 @@ export function can(state: State | null, prepared: Prepared = READY): Can {
     stop: isPossible("stop"),
     detach: isPossible("detach"),
     step: isPossible("step"),
+    lint: isPossible("lint"),
     pause: isPossible("pause"),
     goOn: isPossible("goOn"),
     abort: isPossible("abort"),
@@ -75,6 +78,7 @@ export function obstacles(state: State | null, prepared: Prepared = READY): Read
     stop: none || change || held,
     detach: none || change || (outlives ? "" : "These ranks were started here: stop them instead.") || busy,
     step: none || held || lost || busy || todo(prepared),
+    lint: none || held || lost || busy || todo({ ...prepared, hasStep: true }),
     pause: none || held || idle || (request?.is_stopped === true ? "The ranks are stopped already." : ""),
     goOn: none || held || lost || idle || (request?.is_stopped === true ? "" : "The ranks are not stopped: pause them first."),
     abort: held || idle,

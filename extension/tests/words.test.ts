@@ -146,6 +146,7 @@ describe("a control that cannot be used", () => {
     ["when nothing is missing", state(), prepared, ""],
   ])("says why there is no step %s", (_name, told, has, wanted) => {
     expect(obstacles(told, has).step).toBe(wanted);
+    expect(obstacles(told, has).lint).toBe(wanted.includes("train_step") ? "" : wanted); // it runs nothing
     expect(can(told, has).step).toBe(wanted === "");
   });
 

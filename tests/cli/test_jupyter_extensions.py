@@ -25,17 +25,16 @@ def test_a_missing_panel_is_reported_if_a_server_started_the_kernel(folder, monk
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
     message = loaded(capsys)
     assert message.startswith("panel not installed: ")
-    assert message.endswith("in JupyterLab's environment.\n")
-    assert message.count("\n") == 1
+    assert message.endswith("in JupyterLab's environment.\nnext: %fsdp start -n 2\n")
 
 
 def test_a_missing_panel_is_not_reported_without_a_server(folder, monkeypatch, capsys):
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
-    assert loaded(capsys) == ""
+    assert loaded(capsys) == "next: %fsdp start -n 2\n"
 
 
 def test_an_installed_panel_is_not_reported(folder, monkeypatch, capsys):
     monkeypatch.setenv("JPY_SESSION_NAME", "/a/notebook.ipynb")
     (folder / "fsdp-workbench").mkdir(parents=True)
     (folder / "fsdp-workbench" / "package.json").write_text("{}")
-    assert loaded(capsys) == ""
+    assert loaded(capsys) == "next: %fsdp start -n 2, or the icon with the shards\n"

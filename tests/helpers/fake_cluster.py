@@ -535,6 +535,8 @@ def step_result(steps: int) -> dict[str, Any]:
         "optimizer_steps": steps,
         "first_step": 0,
         "unreduced": [],
+        "unsharded": [],
+        "never_cleared": [],
     }
 
 

@@ -39,7 +39,7 @@ from workbench.workbench import Workbench, on_ranks
 
 
 def test_every_view_is_a_command_and_every_command_a_method():
-    looking = [*COMMANDS].index("verify") + 1
+    looking = [*COMMANDS].index("explain") + 1
     assert list(WORDS) == [*[*COMMANDS][:looking], *VIEWS, *[*COMMANDS][looking:]]
     for name, word in WORDS.items():
         command = parse_line(word.example)

@@ -103,6 +103,7 @@ IDLE = {
     "export {folder}/run.trace": "ExportReport",
     "history 1": "HistoryReport",
     "help shard": None,
+    "example": None,
     "stop": None,
 }
 STOPPED = {

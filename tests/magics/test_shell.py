@@ -4,16 +4,18 @@ import plotly.graph_objects as go
 import pytest
 from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 
-from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, writes
+from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, step_result, writes
 from tests.magics.test_completion import SHARD_FLAGS
 from workbench import load_ipython_extension, unload_ipython_extension
 from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
 from workbench.magics.display_output import WIDGET_MIME
+from workbench.protocol.example import EXAMPLE, INSERTED
 from workbench.reports.results import ShardReport
 from workbench.session.waiter import ASK_S
 from workbench.views.theme import PLOTLY_MIME
+from workbench.workbench import Workbench
 
 
 @pytest.fixture
@@ -124,6 +126,40 @@ def test_an_explanation_is_shown_with_the_picture_below_it(notebook):
     assert cell.shown == []
     assert notebook.shell.user_ns["found"].headline == "blocks.0 is sharded: freed after backward in step 2"
     assert {"peak", "wait", "blocks.1", "rank"} <= set(notebook.complete("%fsdp explain "))
+
+
+def test_each_first_result_says_what_to_type_next(bare, monkeypatch):
+    monkeypatch.setattr(Workbench, "names", lambda self: {})
+    started = bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
+    assert started.endswith("  next  a %%fsdp cell with a model, such as that of %fsdp example")
+    bare.fake.script["shard"] = gives(SHARD_RESULT)
+    bare.fake.sharded()
+    sharded = bare.ok("%fsdp shard model").shown[0]["text/plain"]
+    assert sharded.endswith("  define train_step() in a %%fsdp cell, then %fsdp step 5")
+    bare.fake.script["step"] = bare.fake.trains(3)
+    stepped = [bare.ok("%fsdp step 3").shown[-1]["text/plain"]]
+    bare.fake.script["step"] = gives(step_result(3))
+    stepped.append(bare.ok("%fsdp step 3").shown[-1]["text/plain"])
+    assert stepped[0].splitlines()[-1].split()[:3] == ["next", "%fsdp", "explain,"]
+    assert "next" not in stepped[1] + bare.ok("%fsdp shard model").shown[0]["text/plain"]
+    bare.ok("%fsdp stop")
+    assert "next" not in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
+
+
+def test_what_was_done_before_is_not_advised(notebook):
+    notebook.fake.sharded()
+    notebook.fake.script["step"] = notebook.fake.trains(3)
+    notebook.ok("dash = %fsdp dashboard\ndash.close()")
+    assert "next" not in notebook.ok("%fsdp step 3").shown[-1]["text/plain"]
+
+
+def test_the_example_is_a_cell_below_or_in_a_terminal_its_text(bare, monkeypatch):
+    assert bare.ok("%fsdp example").out == EXAMPLE
+    inserted = []
+    monkeypatch.setattr("workbench.magics.shell.in_notebook", lambda: True)
+    monkeypatch.setattr(bare.shell, "set_next_input", inserted.append)
+    assert bare.ok("%fsdp example").out == f"{INSERTED}\n"
+    assert inserted == [EXAMPLE.rstrip("\n")]
 
 
 def test_names_in_braces_are_variables_of_the_notebook(bare):

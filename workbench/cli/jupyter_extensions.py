@@ -22,6 +22,11 @@ def has_extension(name: str) -> bool:
     return any((Path(folder) / name / "package.json").exists() for folder in folders)
 
 
+def has_panel() -> bool:
+    """Return whether the notebook of this kernel has the panel: a Jupyter server started it, with our extension."""
+    return "JPY_SESSION_NAME" in os.environ and has_extension(PANEL)
+
+
 def panel_notice() -> str:
     """Return a sentence that says that the panel is missing; empty if it is installed or could not be shown anyway.
 

@@ -135,7 +135,7 @@ def _argument(option: Option) -> Argument:
 WORDS: dict[str, type[Command]] = {}
 for _name, _declared in COMMANDS.items():
     WORDS |= {_name: _declared}
-    if _name == "verify":  # in reading order: views before compare and export
+    if _name == "explain":  # in reading order: views before compare and export
         WORDS |= {view: _drawing(view) for view in VIEWS}
 
 
@@ -347,7 +347,7 @@ _BEGINS = {
     "shard": "The model",
     "step": "Training, and stopping inside a step",
     "verify": "Correctness",
-    "layout": "Views of the trace",
+    "explain": "Views of the trace",
     "export": "Traces and help",
 }
 """Headings of the help, by the first command below each."""

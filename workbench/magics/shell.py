@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,16 +31,18 @@ from workbench.magics.display_output import emit, log, publish, result_is_droppe
 from workbench.magics.parser import HelpAsked
 from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
-from workbench.protocol.commands import Cell, Command, Continue, Help, Next, Run, Step
+from workbench.protocol.commands import Cell, Command, Continue, Example, Help, Next, Run, Step
+from workbench.protocol.example import EXAMPLE, INSERTED
 from workbench.reports.explain_report import linked
 from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
-from workbench.reports.results import CellReport, RunReport
+from workbench.reports.results import CellReport, RunReport, ShardReport, StartReport, StepReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
-from workbench.widgets.progress import ProgressDisplay, StallLine
+from workbench.views import VIEWS
+from workbench.widgets.progress import ProgressDisplay, StallLine, in_notebook
 from workbench.workbench import OnNotice, Workbench
 
 _KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
@@ -72,6 +75,7 @@ class FsdpMagics(Magics):
         self._shell = shell
         self.workbench = make(in_notebook=lambda name: name in shell.user_ns)
         self._last = ExitStack()
+        self._advised: set[type] = set()  # reports that said what to type next
         self.on_close = self._last.callback
         self._matcher = matcher_for(self._lookup)
         self._completer.custom_matchers.append(self._matcher)
@@ -131,6 +135,8 @@ class FsdpMagics(Magics):
         self.workbench.note(command, "cell")
         if isinstance(command, Help):
             return help_text(command)
+        if isinstance(command, Example):
+            return EXAMPLE
         return self.workbench.report(command, on_notice=on_notice, on_output=log)
 
     def _cell_report(self, line: str, cell: str, notices: list[str]) -> CellReport | StopReport:
@@ -151,12 +157,14 @@ class FsdpMagics(Magics):
         self.workbench.note(command, "cell")
         if isinstance(command, Help):
             return help_text(command)
+        if isinstance(command, Example):
+            return self._example()
         do = partial(self.workbench.do, command, on_notice=say)
         if self._is_behind(command):
             return do(on_output=emit)
         if not isinstance(command, (Step, Continue, Next)):
             with closing(StallLine()) as below:
-                return do(on_output=below.before(emit), on_standing=below.update, on_wait=below.update)
+                return self._with_next(do(on_output=below.before(emit), on_standing=below.update, on_wait=below.update))
         bar = ProgressDisplay(command.count if isinstance(command, Step) else 0)
         try:
             report = do(on_progress=bar.update, on_output=emit, on_standing=bar.remark)
@@ -167,7 +175,40 @@ class FsdpMagics(Magics):
             bar.pause(report.headline)
         elif not isinstance(report, (CellReport, RunReport)):
             bar.close()
-        return report
+        return self._with_next(report)
+
+    def _example(self) -> str:
+        """Insert the example below the cell, and return a sentence about it; in a terminal, return the example."""
+        if not in_notebook():
+            return EXAMPLE
+        self._shell.set_next_input(EXAMPLE.rstrip("\n"))
+        return INSERTED
+
+    def _with_next(self, report: Any) -> Any:  # noqa: ANN401 - any result of a command
+        """Return a report with what to type next, unless that was done before."""
+        kind = type(report)
+        if kind not in {StartReport, ShardReport, StepReport} or kind in self._advised or report.problem:
+            return report
+        advice = self._advice(report)
+        if not advice:
+            return report
+        self._advised.add(kind)
+        return replace(report, next=advice)
+
+    def _advice(self, report: StartReport | ShardReport | StepReport) -> str:
+        if isinstance(report, StartReport):
+            has_model = bool(everywhere(self.workbench.names(), "modules"))
+            return "" if report.holder or has_model else f"a {CELL} cell with a model, such as that of %fsdp example"
+        if isinstance(report, ShardReport):
+            if self._has_typed("step", "run"):
+                return ""
+            has_step = "train_step" in everywhere(self.workbench.names(), "variables")
+            return "%fsdp step 5" if has_step else f"define train_step() in a {CELL} cell, then %fsdp step 5"
+        has_looked = self._has_typed("explain", "dashboard", *VIEWS)
+        return "" if has_looked else "%fsdp explain, for what matters most, or %fsdp dashboard"
+
+    def _has_typed(self, *words: str) -> bool:
+        return any(past.line.split()[1] in words for past in self.workbench.history().commands)
 
     def _is_behind(self, command: Command) -> bool:
         """Return whether ``command`` returns at once and runs in the background."""

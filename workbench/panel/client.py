@@ -45,7 +45,20 @@ from workbench.live.server import Views
 from workbench.magics.command_lines import WORDS, help_text, parse_line
 from workbench.magics.display_output import emit
 from workbench.magics.parser import HelpAsked
-from workbench.protocol.commands import Command, Continue, Dashboard, Help, Next, Reshard, Run, Shard, Step, to_text
+from workbench.protocol.commands import (
+    Command,
+    Continue,
+    Dashboard,
+    Example,
+    Help,
+    Next,
+    Reshard,
+    Run,
+    Shard,
+    Step,
+    to_text,
+)
+from workbench.protocol.example import EXAMPLE
 from workbench.reports.explain_report import linked
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
@@ -233,6 +246,8 @@ class Client:
         match command:
             case Help():
                 return help_text(command)
+            case Example():
+                return EXAMPLE
             case Continue():
                 return self._workbench.resume(background=True)
             case Next(what=what):

@@ -1263,6 +1263,11 @@ class History(Command):
     )
 
 
+@command("example", needs_ranks=False, looks=True)
+class Example(Command):
+    """Insert a cell with a small model, an optimizer and train_step(); in a terminal, print it."""
+
+
 @command("help shard", more="`-h` after a command explains it", needs_ranks=False, looks=True)
 class Help(Command):
     """List the commands, or explain one of them."""

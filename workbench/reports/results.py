@@ -89,6 +89,11 @@ def _held(holder: str, *, is_free: bool = False) -> list[tuple[str, str]]:
     return [("held by", f"{holder}; here you can only view them")] if holder else []
 
 
+def _next(line: str) -> list[tuple[str, str]]:
+    """Return the fact that says what to type next."""
+    return [("next", line)] if line else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelStatus:
     """A model that is sharded.
@@ -250,10 +255,12 @@ class ShardReport(ModelSharding, Report):
     Attributes:
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         notes: what is probably unintended, and what to do, a sentence each.
+        next: what to type next; empty if it was done before.
     """
 
     bytes_at_rest: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    next: str = ""
 
     @property
     def headline(self) -> str:
@@ -273,6 +280,7 @@ class ShardReport(ModelSharding, Report):
             ("full model", format_bytes(self.bytes_unsharded)),
             ("each rank keeps", f"{at_rest} between uses"),
             *(("note", note) for note in self.notes),
+            *_next(self.next),
         ]
 
     def _wrapped(self) -> list[tuple[str, str]]:
@@ -373,6 +381,7 @@ class StepReport(UntilReport):
         not_finite: from which step on, and on which rank first, the loss is not finite; empty if it is.
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
         notes: what is probably unintended, and what to do, a sentence each.
+        next: what to type next; empty if it was done before.
     """
 
     computed = (*Report.computed, "median_seconds")
@@ -384,6 +393,7 @@ class StepReport(UntilReport):
     not_finite: str = ""
     unreduced: str = ""
     notes: tuple[str, ...] = ()
+    next: str = ""
 
     @property
     def median_seconds(self) -> float:
@@ -408,8 +418,8 @@ class StepReport(UntilReport):
         return "; ".join(filter(None, [self.not_finite, self.unreduced]))
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the notes, and the events that occurred instead of a missed one."""
-        return [*(("note", note) for note in self.notes), *super().facts()]
+        """Return the notes, the events that occurred instead of a missed one, and what to type next."""
+        return [*(("note", note) for note in self.notes), *super().facts(), *_next(self.next)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,6 +607,7 @@ class StartReport(Report):
         notice: a sentence from the ranks for the user; empty if none.
         how: ``started`` or ``attached``.
         holder: the notebook that controls them, so that this one can only view them; empty if none.
+        next: what to type next; empty if it was done before.
     """
 
     num_ranks: int
@@ -605,6 +616,7 @@ class StartReport(Report):
     notice: str = ""
     how: str = "started"
     holder: str = ""
+    next: str = ""
 
     @property
     def headline(self) -> str:
@@ -613,8 +625,8 @@ class StartReport(Report):
         return f"{plural(self.num_ranks, 'rank')} {self.how} in {self.seconds:.1f} s: {devices}"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return the holder and the notice."""
-        return [*_held(self.holder), *([("notice", self.notice)] if self.notice else [])]
+        """Return the holder, the notice, and what to type next."""
+        return [*_held(self.holder), *([("notice", self.notice)] if self.notice else []), *_next(self.next)]
 
 
 Source = Literal["cell", "panel", "tool"]

@@ -16,6 +16,7 @@ interface LookingProps {
 }
 
 const NOTHING = "Nothing is recorded yet.";
+const LINT: Command = { word: "lint" };
 const VERIFY: Command = { word: "verify" };
 const TABLES = [
   ["status", "Status", "Where the ranks are, what is sharded, and what is recorded"],
@@ -25,7 +26,7 @@ const TABLES = [
 export function Views({ model, draw, execute }: LookingProps): React.JSX.Element {
   const { state } = model;
   const isRecorded = state?.is_recorded === true, isRunning = state?.cluster.is_running === true;
-  const verify = obstacles(state, model.prepared).step;
+  const verify = obstacles(state, model.prepared).step, lint = obstacles(state, model.prepared).lint;
   return (
     <div className="fsdp-Buttons">
       <Action className="jp-mod-styled" isEnabled title="Live dashboard beside the notebook" run={() => { execute("fsdp:open-dashboard"); }}>
@@ -55,6 +56,15 @@ export function Views({ model, draw, execute }: LookingProps): React.JSX.Element
           {label}
         </Action>
       ))}
+      <Action
+        className="jp-mod-styled"
+        isEnabled={lint === ""}
+        title={lint || "Check sharded models without running them"}
+        run={() => void model.do(LINT)}
+        command={LINT}
+      >
+        Lint
+      </Action>
       <Action
         className="jp-mod-styled"
         isEnabled={verify === ""}
