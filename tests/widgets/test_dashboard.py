@@ -774,3 +774,14 @@ def test_it_shows_the_clock_error_of_several_hosts(made):
     clocks = (HostClock(ranks=(1,), readings=(reading,)),)
     clock = ask(made(FakeWorkbench(Trace(replace(trace.header, clocks=clocks), trace.ranks))))[0]["clock"]
     assert clock == ["differences below 4.00 ms between hosts are within the clock error", ""]
+
+
+def test_without_a_front_end_there_is_a_sentence():
+    dashboard = DashboardWidget(FakeWorkbench())
+    shown = dashboard._repr_mimebundle_()[0]["text/plain"]
+    last = steps(example_trace(num_ranks=4))[-1]
+    assert shown == (
+        f"live dashboard: 4 ranks, step {last}, when it was displayed. As a page that replays the run: "
+        "%fsdp export page.html"
+    )
+    assert repr(DashboardWidget(FakeWorkbench(), panels=("timeline",))).startswith("live timeline: 4 ranks, ")

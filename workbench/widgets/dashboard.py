@@ -17,6 +17,8 @@ from workbench.base.codec import encode
 from workbench.live.long_poll import WatchedWorkbench
 from workbench.live.messages import Panel
 from workbench.live.server import Views
+from workbench.text_formats import plural
+from workbench.trace.columns import steps
 from workbench.widgets.js_bundle import STATIC, joined
 from workbench.widgets.subshell import answer_while_busy
 
@@ -41,10 +43,18 @@ class DashboardWidget(anywidget.AnyWidget):
         panels: Sequence[Panel] = get_args(Panel),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._workbench, self._name = workbench, panels[0] if len(panels) == 1 else "dashboard"
         self._views = Views(workbench, self._tell, panels=panels, clock=clock)
         super().__init__(about=encode(self._views.initial))
         self.on_msg(self._on_message)
         answer_while_busy(self.comm)
+
+    def __repr__(self) -> str:
+        """Return what a page without a kernel and a terminal show instead of the widget."""
+        trace = self._workbench.pulse().trace
+        done = steps(trace)
+        shown = f"{plural(len(trace.ranks), 'rank')}{f', step {done[-1]}' if done else ''}, when it was displayed"
+        return f"live {self._name}: {shown}. As a page that replays the run: %fsdp export page.html"
 
     def close(self) -> None:
         """Remove the widget from the kernel and from the browser."""
