@@ -58,7 +58,9 @@ def code(text_of_cell: str) -> list[str]:
 
 def inline_code(document: str | None = None) -> list[str]:
     """Return everything between backticks outside fenced blocks, of all documents or of one."""
-    return code(re.sub(r"^```.*?^```$", "", text() if document is None else document, flags=re.MULTILINE | re.DOTALL))
+    return code(
+        re.sub(r"^ *```.*?^ *```$", "", text() if document is None else document, flags=re.MULTILINE | re.DOTALL)
+    )
 
 
 def blocks(language: str, document: str | None = None) -> list[str]:
@@ -75,7 +77,7 @@ def links(document: str) -> list[tuple[str, str]]:
 
 def headings(document: str) -> set[str]:
     """Return the anchors of a document's headings: ``## A kind of event`` -> ``a-kind-of-event``."""
-    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", document, flags=re.MULTILINE | re.DOTALL), re.M)
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```$", "", document, flags=re.MULTILINE | re.DOTALL), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -96,11 +98,15 @@ COMMAND_TABLES: dict[str, tuple[Path, Callable[[type[Command]], str]]] = {
 }
 """First column of each table of commands: its document, and the function that describes a command."""
 
+FIRST = ("start", "shard", "step", "explain", "dashboard", "break", "inspect", "where", "lint", "verify")
+"""Commands in the table of README.md, in the order of a first hour."""
+
 
 def command_rows(first_column: str) -> list[list[str]]:
     """Return the rows that a table of commands must have."""
     _, description = COMMAND_TABLES[first_column]
-    return [[f"`%fsdp {word.example}`", description(word)] for word in command_lines.WORDS.values()]
+    words = [command_lines.WORDS[name] for name in FIRST] if first_column == "line" else command_lines.WORDS.values()
+    return [[f"`%fsdp {word.example}`", description(word)] for word in words]
 
 
 RULE_TABLE = "`lint` rule", REPO / "docs" / "commands.md"
@@ -109,7 +115,7 @@ RULE_TABLE = "`lint` rule", REPO / "docs" / "commands.md"
 
 def rule_rows() -> list[list[str]]:
     """Return the rows of that table: each rule, what its faults cost, and what it finds."""
-    return [[f"`{rule.name}`", _COSTS[rule.damage], rule.about] for rule in rules()]
+    return [[f"`{rule.name}`", _COSTS[rule.damage], rule.about.replace("``", "`")] for rule in rules()]
 
 
 _COSTS = {

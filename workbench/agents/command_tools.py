@@ -25,7 +25,7 @@ WAIT_S, MAX_WAIT_S = 30, 600
 """Time in seconds that a call waits for its end, by default and at most."""
 
 ONLY_SHOWN = {"dashboard", "example", "help"}
-"""Commands without a tool: a widget, a cell to insert, and the list of commands, which a client has as that of tools."""
+"""Commands without a tool: a widget, a cell to insert, and the list of commands, as a client has that of tools."""
 
 _ONLY_DRAWN = {"talk", "canvas"}
 """Arguments that only change a figure in a notebook."""

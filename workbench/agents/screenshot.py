@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workbench.errors import UsageError
+from workbench.views.responsive import at_width
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -56,6 +57,7 @@ def screenshot(figure: go.Figure) -> bytes:
     chromium = find_chromium()
     if chromium is None:
         raise UsageError(f"no picture: it takes Chromium or Chrome; install one, or set {VARIABLE} to its path")
+    figure = at_width(figure, WIDTH)
     height = min(int(figure.layout.height or 460) + MARGIN, MAX_HEIGHT)
     with tempfile.TemporaryDirectory(prefix="fsdp-picture-", ignore_cleanup_errors=True) as name:
         page, picture = Path(name) / "page.html", Path(name) / "picture.png"

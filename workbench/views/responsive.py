@@ -66,6 +66,13 @@ def with_narrow(fig: go.Figure) -> go.Figure:
     return fig.update_layout(meta={"least": least, "narrow": narrow})
 
 
+def at_width(fig: go.Figure, width: int) -> go.Figure:
+    """Return a finished figure as a page of ``width`` pixels shows it, for a picture that nothing adapts later."""
+    narrow = (fig.layout.meta or {}).get("narrow", [])
+    fitting = [each["layout"] for each in narrow if width < each["below"]]
+    return go.Figure(fig).update_layout(fitting[-1]) if fitting else fig
+
+
 def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict[str, Any]:
     """Return the layout changes for one page width.
 

@@ -14,10 +14,10 @@ import anywidget
 import traitlets
 
 from workbench.base.codec import encode
+from workbench.base.text_formats import plural
 from workbench.live.long_poll import WatchedWorkbench
 from workbench.live.messages import Panel
 from workbench.live.server import Views
-from workbench.text_formats import plural
 from workbench.trace.columns import steps
 from workbench.widgets.js_bundle import STATIC, joined
 from workbench.widgets.subshell import answer_while_busy
