@@ -101,6 +101,16 @@ def test_an_attach_without_a_cluster_names_those_that_are_here(viewer, tmp_path,
     assert found["notices"] == [f"started here with %fsdp start: file {file}"]
 
 
+def test_without_control_it_attaches_only_by_private_files(viewer, tmp_path):
+    file = tmp_path / "ipcontroller-client.json"
+    file.write_text("{}")
+    file.chmod(0o640)
+    assert f"{file} is not readable by you alone" in viewer.refused("attach", file=str(file))
+    file.chmod(0o600)
+    assert "is not ipyparallel's connection file" in viewer.refused("attach", file=str(file))
+    assert "command 'attach'.file is 3, expected str" in viewer.refused("attach", file=3)
+
+
 def test_a_recorded_run_needs_no_ranks(viewer, tmp_path):
     record(tmp_path)
     found = viewer.document("where", folder=str(tmp_path))

@@ -14,10 +14,11 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mcp import types
 from mcp.server.lowlevel import Server
@@ -125,6 +126,7 @@ class ToolServer:
         if call.name == CELL:
             return self._cell(call, **given)
         if call.name == Attach.word and not self._control:
+            _check_private(given.get("file"))
             given["look"] = True
         command = read_command({"word": call.name, **given})
         if folder:
@@ -186,6 +188,14 @@ def _seconds(given: object) -> int:
     if type(given) is not int or not 0 <= given <= MAX_WAIT_S:
         raise UsageError(f"wait_s is a number of seconds from 0 to {MAX_WAIT_S}, not {given!r:.80}")
     return given
+
+
+def _check_private(file: object) -> None:
+    """Raise UsageError if others can read or own a connection file: what its cluster answers is unpickled here."""
+    with suppress(OSError, TypeError, ValueError):  # without such a file, the attach says so
+        found = Path(cast("str", file)).expanduser().stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise UsageError(f"{file} is not readable by you alone, as ipyparallel writes it: only --control allows it")
 
 
 def _are_ranks(given: object) -> bool:
