@@ -18,6 +18,9 @@ def test_every_instrument_works_or_says_why_not(engine):
     check(2, [engine], MODELS)
 
 
-@pytest.mark.parametrize("model", ON_MESHES)
+SPLIT = pytest.param("split by tensor parallelism", marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("model", ["on copies", SPLIT])
 def test_every_instrument_works_on_a_mesh_of_two_dimensions(model):
     check(4, ON_MESHES[model], [model])
