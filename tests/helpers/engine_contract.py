@@ -139,6 +139,8 @@ def prepare(engine: str, model: str) -> None:
     ns = namespace()
     ns["model"], ns["program"] = MAKE[model](), []
     ns["names"] = [clean(name) for name, _ in ns["model"].named_parameters(remove_duplicate=False)]
+    params, in_blocks = (list(module.parameters()) for module in (ns["model"], ns["model"].blocks))
+    ns["sizes"] = len(params), *(sum(param.numel() for param in each) for each in (params, in_blocks))
     code = dedent(ENGINES[engine])
     with ignoring_warnings(*NO_SHARD, *_OF_MODELS):
         exec(code, ns)
@@ -197,6 +199,9 @@ def _inspect() -> None:
 
 def _units() -> None:
     (model,) = (each for each in models_here() if each.name == "model")
+    in_blocks = next(each.num_elements for each in model.classes if each.name == "Block")
+    if "batch" not in namespace():  # torch's wrapper knows no whole shapes of what tensor parallelism splits
+        assert (model.num_params, model.num_elements, in_blocks) == namespace()["sizes"]
     known = rank_module._this_rank().recorder.header.units
     named = {param.fqn for unit in model.units for param in known[unit].params if not param.parts}
     parts = {part.fqn for unit in model.units for param in known[unit].params for part in param.parts}

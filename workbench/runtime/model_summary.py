@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import nn
 
@@ -12,6 +13,7 @@ from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states
 from workbench.engine.module_names import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
 from workbench.models.ours import WorkbenchModel, params_in_no_unit
+from workbench.models.sharded_model import ShardedModel, join
 from workbench.protocol.commands import ShardReply, UnmanagedState
 from workbench.protocol.policy import policy_words
 from workbench.runtime.namespace import find_module, module_names
@@ -164,8 +166,13 @@ class ParamSize:
         return {name[:end] for name in self.names for end, letter in enumerate(name) if letter == "."}
 
 
-def sizes_of(model: nn.Module) -> list[ParamSize]:
-    """Return the size of each parameter once; for a flat parameter, the sizes of its parts instead."""
+def sizes_of(model: nn.Module, others: Iterable[ShardedModel] = ()) -> list[ParamSize]:
+    """Return the size of each parameter once; for a flat parameter, the sizes of its parts instead.
+
+    Args:
+        model: the model.
+        others: it again, for each other engine whose parameters are flat: the modules have only pieces of them.
+    """
     managed = [param for unit in units_of(states_below(model)) for param in unit.fsdp_params]
     names = names_below((model,))
     found: list[ParamSize] = []
@@ -175,11 +182,23 @@ def sizes_of(model: nn.Module) -> list[ParamSize]:
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
             found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
+    held: set[int] = set()
+    for each in others:
+        for unit in each.units:
+            tensors = each.tensors(unit.index)
+            held |= each.owned(unit.index)
+            for flat in unit.params:
+                for part in flat.parts:
+                    at = tensors[part.fqn].places
+                    places = tuple(join(each.paths[cast("nn.Module", owner)], name) for owner, name in at)
+                    size = ParamSize(names=places, shape=part.global_shape, itemsize=flat.itemsize, is_managed=True)
+                    found.append(size)
     return [
         *found,
         *(
             ParamSize(names=tuple(names), shape=p.shape, itemsize=p.itemsize)
             for p, names in params_in_no_unit(model).items()
+            if id(p) not in held
         ),
     ]
 

@@ -53,7 +53,9 @@ def models(models_in: ModelsIn) -> tuple[ModelInfo, ...]:
 
 
 def _model(name: str, model: nn.Module, models_in: ModelsIn) -> ModelInfo:
-    sizes, offered = sizes_of(model), sharding.possible_units(model)
+    engines = models_in(model)
+    sizes = sizes_of(model, (each for each in engines if each.engine.is_flat))
+    offered = sharding.possible_units(model, sizes)
     counts = Counter(own for own, _ in offered)
     elements = {own: sum(n for other, n in offered if other == own) for own in counts}
     ordered = sorted(counts, key=lambda own: (-elements[own], own))
@@ -67,7 +69,7 @@ def _model(name: str, model: nn.Module, models_in: ModelsIn) -> ModelInfo:
         classes=tuple(WrapClass(name=own, count=counts[own], num_elements=elements[own]) for own in ordered),
         suggested=tuple(sorted(sharding.repeated_class(model))),
         policy=sharding.policy_of(model),
-        units=tuple(unit.index for each in models_in(model) for unit in each.units),
+        units=tuple(unit.index for each in engines for unit in each.units),
     )
 
 

@@ -37,7 +37,7 @@ from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
 from workbench.models import ours
-from workbench.models.engines import OF_COMMANDS, WATCHED, class_name
+from workbench.models.engines import OF_COMMANDS, WATCHED, class_name, is_wrapper
 from workbench.models.ours import api_of, check_one_api
 from workbench.models.plain_model import PlainModel, unchanged_on_error
 from workbench.protocol.breakpoints import chosen_units
@@ -58,6 +58,7 @@ from workbench.protocol.rank_messages import ModelPolicy
 from workbench.runtime import lint
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import (
+    ParamSize,
     describe,
     describe_unit,
     described,
@@ -730,22 +731,23 @@ def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a tree with their names, both without wrappers, parents before children."""
     for path, module in model.named_modules():
-        if not isinstance(module, FullyShardedDataParallel):
+        if not is_wrapper(module):
             yield clean(path), module
 
 
 def class_names() -> list[str]:
     """Return the classes that ``wrap`` may name: modules with parameters and a forward inside the cells' models."""
     try:
-        return sorted({own for name in module_names() for own, _ in possible_units(find_module(name))})
+        models = map(find_module, module_names())
+        return sorted({own for model in models for own, _ in possible_units(model, sizes_of(model))})
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return []
 
 
-def possible_units(model: nn.Module) -> list[tuple[str, int]]:
+def possible_units(model: nn.Module, sizes: Sequence[ParamSize]) -> list[tuple[str, int]]:
     """Return class and number of elements of each inner module with parameters and a forward (not a ModuleList)."""
     below: Counter[str] = Counter()
-    for size in sizes_of(model):
+    for size in sizes:
         below.update(dict.fromkeys(size.above, size.numel))
     inner = [(path, m) for path, m in plain_modules(model) if path and type(m).forward is not nn.Module.forward]
     return [(class_name(m), below[path]) for path, m in inner if below[path]]
