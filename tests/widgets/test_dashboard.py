@@ -780,8 +780,5 @@ def test_without_a_front_end_there_is_a_sentence():
     dashboard = DashboardWidget(FakeWorkbench())
     shown = dashboard._repr_mimebundle_()[0]["text/plain"]
     last = steps(example_trace(num_ranks=4))[-1]
-    assert shown == (
-        f"live dashboard: 4 ranks, step {last}, when it was displayed. As a page that replays the run: "
-        "%fsdp export page.html"
-    )
+    assert shown == f"live dashboard: 4 ranks, step {last} when displayed; as a page: %fsdp export page.html"
     assert repr(DashboardWidget(FakeWorkbench(), panels=("timeline",))).startswith("live timeline: 4 ranks, ")

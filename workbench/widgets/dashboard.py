@@ -7,6 +7,7 @@ answers of views in :mod:`workbench.live.messages`; :mod:`workbench.live.server`
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
@@ -35,6 +36,7 @@ class DashboardWidget(anywidget.AnyWidget):
     _esm = joined("dashboard.js")
     _css = (STATIC / "dashboard.css").read_text("utf-8")
     about = traitlets.Dict().tag(sync=True)
+    own_id = traitlets.Unicode().tag(sync=True)
 
     def __init__(
         self,
@@ -45,7 +47,8 @@ class DashboardWidget(anywidget.AnyWidget):
     ) -> None:
         self._workbench, self._name = workbench, panels[0] if len(panels) == 1 else "dashboard"
         self._views = Views(workbench, self._tell, panels=panels, clock=clock)
-        super().__init__(about=encode(self._views.initial))
+        own_id = uuid.uuid4().hex
+        super().__init__(about=encode(self._views.initial), own_id=own_id, model_id=own_id)
         self.on_msg(self._on_message)
         answer_while_busy(self.comm)
 
@@ -53,8 +56,8 @@ class DashboardWidget(anywidget.AnyWidget):
         """Return what a page without a kernel and a terminal show instead of the widget."""
         trace = self._workbench.pulse().trace
         done = steps(trace)
-        shown = f"{plural(len(trace.ranks), 'rank')}{f', step {done[-1]}' if done else ''}, when it was displayed"
-        return f"live {self._name}: {shown}. As a page that replays the run: %fsdp export page.html"
+        shown = f"{plural(len(trace.ranks), 'rank')}{f', step {done[-1]}' if done else ''}"
+        return f"live {self._name}: {shown} when displayed; as a page: %fsdp export page.html"  # anywidget: 110 letters
 
     def close(self) -> None:
         """Remove the widget from the kernel and from the browser."""

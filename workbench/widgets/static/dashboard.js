@@ -240,4 +240,36 @@ export function showDashboard({ model, el }) {
   };
 }
 
-export default { render: showDashboard };
+/**
+ * A model of ipywidgets, as far as it is used here.
+ * @typedef {object} WidgetModel
+ * @property {{ on_msg(call: (message: object) => unknown): void }} [comm]
+ * @property {(message: object) => unknown} [_handle_comm_msg]
+ *
+ * @typedef {object} Widget
+ * @property {(name: "own_id") => string} get
+ * @property {{ get_model(id: string): Promise<WidgetModel> }} [widget_manager]
+ */
+
+/**
+ * Have a widget's model take messages as ipywidgets does. anywidget waits 2 s for the code of a model; in a browser that
+ * needs longer, it drops all messages to the model from then on, but draws its view.
+ * @param {Widget} widget
+ */
+async function takeMessages({ get, widget_manager: manager }) {
+  const model = await manager?.get_model(get("own_id"));
+  if (!model?.comm) return;
+  const above = (/** @type {object} */ each) => /** @type {WidgetModel | null} */ (Reflect.getPrototypeOf(each));
+  let kind = above(model);
+  while (kind && !Object.hasOwn(kind, "_handle_comm_msg")) kind = above(kind);
+  const take = kind && above(kind)?._handle_comm_msg; // of the class above anywidget's
+  if (take) model.comm.on_msg((message) => take.call(model, message));
+}
+
+/** @param {{ model: Channel & Widget, el: HTMLElement }} place */
+function showWidget(place) {
+  void takeMessages(place.model);
+  return showDashboard(place);
+}
+
+export default { render: showWidget };
