@@ -141,6 +141,18 @@ def test_a_rank_whose_batches_were_fewer():
     )
 
 
+@pytest.mark.parametrize(("turns", "rule"), [(1, "other-collective"), (3, "uneven-batches")])
+def test_a_call_of_no_model_is_of_a_further_turn_only_if_each_turn_had_it(turns, rule):
+    """Both ranks have run the same passes; one has ended, and the other waits in a call of its own."""
+    calls = [gather(at + 0.1 * n, kind=kind, unit=-1, number=2 * at + n)
+             for at in range(turns) for n, kind in enumerate((Kind.BROADCAST, Kind.ALL_REDUCE))]  # fmt: skip
+    *both, last = calls
+    ends = [{**call, "edge": Edge.END} for call in both]
+    found = cause_of(alive(0, *both, *ends, last), alive(1, *both, *ends, end=RunEnd(t_ns=9 * S)))
+    assert found.rule == rule
+    assert found.fix.startswith(SAME_CALLS if turns == 1 else SAME_BATCHES)
+
+
 def test_a_rank_that_failed_because_another_had_ended_early():
     """The sockets of the one that has ended are closed, and so the other one raises."""
     ended = alive(1, FORWARD, gather(2), gather(3, Edge.END), end=RunEnd(t_ns=9 * S))

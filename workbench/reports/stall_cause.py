@@ -32,6 +32,7 @@ from workbench.reports.ended_ranks import ends_words, first_end, first_end_ns
 from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     SAME_BATCHES,
+    SAME_CALLS,
     SAME_ROOT,
     divergence_fault,
     frame_lines,
@@ -172,13 +173,22 @@ class _Waits:
         have, others = "have" if len(ended) > 1 else "has", label([each.rank for each in waiting])
         units = unit_names(self.trace.header)
         pending = next(each.pending for each in waiting if each.pending is not None)
+        rule, fix = "uneven-batches", SAME_BATCHES
+        # all have run the same passes, and the call is of no model, nor of a loop that made a further turn
+        if len(numbers) == 1 and pending.unit < 0 and not self._is_usual(waiting[0].rank, pending):
+            rule, fix = "other-collective", f"{SAME_CALLS}; if {ranks} had no further batch, {SAME_BATCHES}"
         return Fault(
-            rule="uneven-batches",
+            rule=rule,
             verdict=f"{ranks} {have} ended, while {others} still issued collectives: "
             f"{pending_words(pending, units)}{_places(waiting, ', in ')}",
             evidence=(*(f"{label(ranks)}: {words}" for words, ranks in numbers.items()), *frame_lines(waiting)),
-            fix=SAME_BATCHES,
+            fix=fix,
         )
+
+    def _is_usual(self, rank: int, pending: PendingCollective) -> bool:
+        """Return whether a rank has issued the call in which it waits at the same place of its loop before."""
+        names = [info.name for info in self.trace.header.comm_groups]
+        return bool(is_usual(self.trace.rank(rank), names.index(pending.group), pending.number))
 
     def _of_counts(self, ranks: Sequence[RunPosition]) -> Fault | None:
         """Return that ranks whose collectives are not announced have run different passes; None if they have not."""
