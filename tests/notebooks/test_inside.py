@@ -41,7 +41,7 @@ def test_the_notebooks_together_use_every_command():
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):
-    assert "2 ranks stopped before all-gather of blocks.2, step 20" in output_of(ran, "%fsdp step 1")
+    assert "2 ranks stopped before all-gather of blocks.2, for its forward, step 20" in output_of(ran, "%fsdp step 1")
     assert output_of(ran, "%fsdp where").count("before all-gather") == 2
 
 

@@ -42,11 +42,11 @@ def test_views_draw_it(ran):
 
 @pytest.mark.thorough
 def test_it_stops_in_forward_and_in_backward_and_is_inspected(ran):
-    stop = "2 ranks stopped before all-gather of blocks.1, step 23"
+    stop = "2 ranks stopped before all-gather of blocks.1, for its forward, step 23"
     (step,) = (text for source, text in ran if source == "%fsdp step 1")
     assert stop in step
     on, end = outputs_of(ran, "%fsdp continue")
-    assert stop in on
+    assert stop.replace("forward", "backward") in on
     assert "1 step, loss" in end
     (where,) = outputs_of(ran, "%fsdp where")
     assert where.count("pre-backward  blocks.1  before all-gather") == 2

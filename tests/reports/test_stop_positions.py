@@ -46,6 +46,23 @@ def test_where_a_hold_is():
     assert describe(held(kind=Kind.WAIT, unit=1), UNITS) == "while waiting for (root), step 2"
 
 
+@pytest.mark.parametrize(
+    ("kind", "phase", "words"),
+    [
+        (Kind.ALL_GATHER, Phase.FORWARD, "before all-gather of blocks.0, for its forward, step 2"),
+        (Kind.ALL_GATHER, Phase.PRE_BACKWARD, "before all-gather of blocks.0, for its backward, step 2"),
+        (Kind.RESHARD, Phase.FORWARD, "before reshard of blocks.0, in the forward, step 2"),
+        (Kind.REDUCE_SCATTER, Phase.POST_BACKWARD, "before reduce-scatter of blocks.0, in the backward, step 2"),
+        (Kind.WAIT, Phase.BACKWARD, "while waiting for blocks.0, in the backward, step 2"),
+        (Kind.ALL_REDUCE, Phase.OPTIMIZER, "before all-reduce of blocks.0, in the optimizer, step 2"),
+        (Kind.FORWARD, Phase.FORWARD, "before forward of blocks.0, step 2"),
+        (Kind.BACKWARD, Phase.PRE_BACKWARD, "before backward of blocks.0, step 2"),
+    ],
+)
+def test_an_event_that_may_occur_twice_in_a_step_has_its_phase(kind, phase, words):
+    assert describe(held(kind=kind, phase=phase), UNITS) == words
+
+
 def test_states():
     assert state_of(position(held())) == "held"
     assert state_of(position(waiting=True)) == "waiting"

@@ -102,13 +102,22 @@ def state_of(position: Position, default: State = "idle") -> State:
 
 
 def describe(hold: Hold, units: Mapping[int, str]) -> str:
-    """Return the place of a hold as text: ``"before all-gather of blocks.2, step 3"``."""
+    """Return the place of a hold as text: ``"before all-gather of blocks.2, for its backward, step 3"``."""
     step = f", {step_name(hold.place.step)}" if hold.place.step >= 0 else ""
     unit = units.get(hold.unit)
     if hold.kind is not Kind.WAIT:
-        return f"before {event_words(hold.kind, hold.edge, unit)}{step}"
+        return f"before {event_words(hold.kind, hold.edge, unit)}{_phase_words(hold, unit)}{step}"
     moment = "" if is_in_wait(hold) else ", just before the wait ends"
-    return f"while waiting{'' if unit is None else f' for {unit_words(unit)}'}{moment}{step}"
+    return f"while waiting{'' if unit is None else f' for {unit_words(unit)}'}{moment}{_phase_words(hold, None)}{step}"
+
+
+def _phase_words(hold: Hold, unit: str | None) -> str:
+    """Return the phase of a hold, in which the same event may occur twice in a step; empty if the event implies it."""
+    phase = hold.phase.info
+    if phase.part in {None, hold.kind}:
+        return ""
+    is_gathered = unit is not None and hold.kind in {Kind.ALL_GATHER, Kind.UNSHARD} and phase.part is not Kind.OPTIMIZER
+    return f", for its {phase.part.words}" if is_gathered else f", in the {phase.part.words}"
 
 
 def is_in_wait(hold: Hold) -> bool:
