@@ -178,6 +178,45 @@ def test_a_tensor_of_another_dtype_than_the_unit_computes_in_is_named_with_its_u
         )
 
 
+class Masked(nn.Module):
+    """Attention with a mask, cast to the dtype of what it is added to if ``is_cast``."""
+
+    def __init__(self, is_cast):
+        super().__init__()
+        self.inner, self.is_cast = nn.Linear(4, 4), is_cast
+        self.register_buffer("mask", torch.zeros(2, 2))
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.is_cast:
+            return self.cast(x)
+        scores = x @ x.t() + self.mask
+        return scores @ x
+
+    def cast(self, x):
+        scores = x @ x.t() + self.mask.to(x.dtype)
+        return scores.float() @ x
+
+
+def masks_in_another_dtype(kind, is_cast):
+    api = engine if kind == "ours" else fsdp
+    namespace()["model"] = model = nn.Sequential(Masked(is_cast), nn.Linear(4, 4))
+    half = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (model[0], model):
+        api.fully_shard(module, mp_policy=half)
+    return raised(lambda: model(torch.ones(2, 4)))
+
+
+@pytest.mark.parametrize("kind", FULLY)
+def test_a_buffer_of_another_dtype_than_its_unit_computes_in_is_named(kind):
+    for note in run(2, masks_in_another_dtype, kind, False):
+        assert note == (
+            "[workbench] buffer '0.mask' is float32 in unit '0', which computes in bfloat16: mixed precision casts "
+            "inputs and parameters, not buffers\nfix: self.mask.to(torch.bfloat16)"
+        )
+    assert "buffer" not in str(run(2, masks_in_another_dtype, kind, True))
+
+
 # ---- a full parameter that was freed
 
 

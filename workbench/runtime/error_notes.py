@@ -7,6 +7,7 @@ an error gets no note where its parameter is not found.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -315,6 +316,64 @@ def _dtypes_meet(scene: _Scene, read: _Read, known: _Known, other: _Read) -> _Fi
     )
 
 
+_SPELT = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "half"}
+"""Dtypes as torch's messages spell them, in lower case."""
+
+_CAST = r"[^\n]*\.(to|type|type_as|float|bfloat16|half)\("
+
+
+def _of_buffer(scene: _Scene) -> _Finding | None:
+    """Find a buffer in another dtype than its unit computes in, which the innermost module uses without a cast."""
+    for frame in scene.frames:
+        names = set(frame.f_code.co_names)
+        modules = [(name, each) for name, each in _variables(frame).items() if isinstance(each, nn.Module)]
+        found = [(*each, unit) for each in modules if (unit := _unit_within(scene, each[1])) is not None]
+        for variable, module, (known, prefix, wanted) in found:
+            for path, buffer in module.named_buffers():
+                *parts, name = (part for part in path.split(".") if not part.isdigit())
+                is_odd = buffer.dtype is not wanted and {buffer.dtype, wanted} <= _SPELT.keys()
+                if not is_odd or not {*parts, name} <= names or _is_cast(frame, name):
+                    continue
+                if all(re.search(rf"\b{_SPELT[dtype]}\b", scene.text.lower()) for dtype in (buffer.dtype, wanted)):
+                    return _buffer_differs(frame, known, prefix + path, _as_code(variable, path), buffer, wanted)
+        if found:
+            return None
+    return None
+
+
+def _unit_within(scene: _Scene, module: nn.Module) -> tuple[_Known, str, torch.dtype] | None:
+    """Return an open parameter below a module, the path of the module in the model, and the parameter's full dtype."""
+    paths = {inner: path for path, inner in module.named_modules()}
+    for known in scene.known:
+        full = known.tensors.full
+        for owner, name in known.tensors.places:
+            below = f"{paths[owner]}.{name}".lstrip(".") if owner in paths else ""
+            if below and isinstance(full, torch.Tensor) and known.param.fqn.endswith(below):
+                return known, known.param.fqn.removesuffix(below), full.dtype
+    return None
+
+
+def _is_cast(frame: FrameType, name: str) -> bool:
+    try:
+        return re.search(rf"\b{name}\b{_CAST}", inspect.getsource(frame.f_code)) is not None
+    except (OSError, TypeError):
+        return True  # unknown
+
+
+def _buffer_differs(
+    frame: FrameType, known: _Known, fqn: str, code: str, buffer: torch.Tensor, wanted: torch.dtype
+) -> _Finding:
+    found, computes = (str(dtype).removeprefix("torch.") for dtype in (buffer.dtype, wanted))
+    unit = unit_words(known.unit.name)
+    return _Finding(
+        frame,
+        None,
+        f"buffer {fqn!r} is {found} in unit {unit!r}, which computes in {computes}: mixed precision casts inputs and "
+        "parameters, not buffers",
+        f"{code}.to(torch.{computes})",
+    )
+
+
 _SHORT = {dtype: short for short, dtype in DTYPES.items()}
 
 
@@ -359,7 +418,7 @@ PATTERNS = (
         _of_a_part,
     ),
     _pattern(r"returned a DTensor", _of_pending_sum),
-    _pattern(r"must have the same dtype|to have the same dtype|expected scalar type", _of_other_dtype),
+    _pattern(r"must have the same dtype|to have the same dtype|expected scalar type", _of_other_dtype, _of_buffer),
     _pattern(r"\bnans?\b|not finite|non-?finite", _of_freed),
 )
 """The errors that get a note, by their message."""
