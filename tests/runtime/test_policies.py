@@ -624,3 +624,36 @@ def test_copies_outlive_a_rebuild_of_all_groups():
         assert len(first) == len(again) == len(last) == 1
         assert verified
         assert name == "FSDPNet"
+
+
+class Tower(nn.Module):
+    def __init__(self, num_blocks, num_experts=0):
+        super().__init__()
+        self.blocks = nn.ModuleList(Routed(num_experts) for _ in range(num_blocks))
+
+
+class Routed(nn.Module):
+    def __init__(self, num_experts):
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(num_experts))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList([Tower(6), Tower(6)])
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        (lambda: Tower(3), {"Routed"}),
+        (lambda: Tower(3, num_experts=8), {"Routed"}),  # not the experts of its blocks
+        (Pair, {"Routed"}),  # not its two towers
+        (lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Sequential(nn.ReLU())), {"Linear"}),
+        (lambda: nn.Linear(2, 2), set()),
+    ],
+)
+def test_the_class_that_is_wrapped_by_default(model, found):
+    assert sharding.repeated_class(model()) == found

@@ -754,11 +754,19 @@ def possible_units(model: nn.Module, sizes: Sequence[ParamSize]) -> list[tuple[s
 
 
 def repeated_class(model: nn.Module) -> set[str]:
-    """Return the class of the longest list of equal children, the repeated block of a model; may be empty."""
-    lists = [m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m) > 1]
-    equal = [m for m in lists if len({class_name(child) for child in m}) == 1]
-    best = max(equal, key=len, default=None)
+    """Return the class of the longest list of equal children, the repeated block of a model; may be empty.
+
+    A list within such a list does not count, such as the experts of a block: the block is gathered as a whole. But two
+    large parts, such as an encoder and a decoder, are not the repeated block if they have longer lists.
+    """
+    lists = [m for m in model.modules() if isinstance(m, _LISTS) and len(m) > 1]
+    equal = [m for m in lists if len({class_name(child) for child in m}) == 1 and not isinstance(m[0], _LISTS)]
+    inner = {each for m in equal if len(m) > 2 for child in m for each in child.modules()}
+    best = max((m for m in equal if m not in inner), key=len, default=None)
     return {class_name(best[0])} if best is not None else set()
+
+
+_LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str], option: str) -> list[nn.Parameter]:
