@@ -13,6 +13,9 @@ import { type PanelAnswer, type PanelQuestion, type State, VERSION, type Welcome
 /** Milliseconds without an answer after which the kernel counts as silent; it answers a `look` within a second. */
 export const SILENT_MS = 1_800;
 
+/** Questions in a row without an answer after which the kernel is more than slow: about ten seconds. */
+export const MANY_SILENCES = 6;
+
 /** Carries messages to the kernel; those from the kernel go to `Client.receive`. */
 export interface Channel {
   send(question: PanelQuestion): void;
@@ -26,7 +29,7 @@ export type Standing =
   | { readonly kind: "opening" }
   | { readonly kind: "refused"; readonly text: string }
   | { readonly kind: "live" }
-  | { readonly kind: "silent"; readonly isBusy: boolean };
+  | { readonly kind: "silent"; readonly why: "busy" | "slow" | "lost" };
 
 /** Why there is no kernel to ask. */
 export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead" | "cut" | "connecting";
@@ -57,6 +60,7 @@ export class Client implements IDisposable {
   #standing: Standing = { kind: "away", why: "no notebook", text: "" };
   #number = 0;
   #look = -1; // number of the pending `look`
+  #silences = 0; // questions in a row
   #timer: ReturnType<typeof setTimeout> | undefined;
   #restMs = 0;
   #isAwake = true;
@@ -159,6 +163,7 @@ export class Client implements IDisposable {
     if (state.number !== this.#look) return; // an older one arrived late
     clearTimeout(this.#timer);
     this.#look = -1;
+    this.#silences = 0;
     this.#stand({ kind: "live" });
     this.#stateChanged.emit(state);
     if (this.#isAwake) this.#timer = setTimeout(() => { this.#askState(true); }, this.#restMs);
@@ -169,7 +174,9 @@ export class Client implements IDisposable {
     this.#look = this.#send({ word: "look", wait });
     if (this.#look < 0) return;
     this.#timer = setTimeout(() => {
-      this.#stand({ kind: "silent", isBusy: this.#channel?.isBusy?.() ?? false });
+      this.#silences += 1;
+      const isSlow = this.#silences < MANY_SILENCES;
+      this.#stand({ kind: "silent", why: this.#channel?.isBusy?.() ? "busy" : isSlow ? "slow" : "lost" });
       this.#askState(false);
     }, SILENT_MS);
   }

@@ -231,12 +231,12 @@ export function count(number: number, noun: string): string {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+const SILENCES = { busy: "is busy", slow: "is slow to answer", lost: "does not answer" } as const;
+
 /** The text of the status bar: number of ranks, loss, steps per second, or where they are stopped. */
 export function statusLine(standing: Standing, state: State | null): Headline | null {
   if (standing.kind === "silent") {
-    return standing.isBusy
-      ? { tone: "plain", text: "FSDP: the kernel is busy" }
-      : { tone: "bad", text: "FSDP: the kernel does not answer" };
+    return { tone: standing.why === "lost" ? "bad" : "plain", text: `FSDP: the kernel ${SILENCES[standing.why]}` };
   }
   if (standing.kind === "away" && standing.why === "cut") return { tone: "bad", text: "FSDP: connection lost" };
   if (state === null || (!state.cluster.is_running && state.ranks.length === 0)) return null;
@@ -291,8 +291,7 @@ export function explained(standing: Standing, loadError: string): { text: string
   if (standing.kind === "refused") return { text: standing.text, action: null };
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
   if (standing.kind === "silent") {
-    const why = standing.isBusy ? "is busy" : "does not answer";
-    return { text: `The kernel ${why}. The panel shows its last state.`, action: null };
+    return { text: `The kernel ${SILENCES[standing.why]}. The panel shows its last state.`, action: null };
   }
   if (standing.kind === "live") return { text: "", action: null };
   switch (standing.why) {

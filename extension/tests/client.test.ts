@@ -1,6 +1,6 @@
 import { beforeEach, describe, expect, it, vi } from "vitest";
 
-import { Client, Refusal, SILENT_MS } from "../src/client";
+import { Client, Refusal, MANY_SILENCES, SILENT_MS } from "../src/client";
 import { type PanelQuestion, type State, VERSION } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state } from "./told";
@@ -84,10 +84,11 @@ describe("a client", () => {
     const kernel = await new Kernel().live();
     const before = kernel.asked.length;
     await vi.advanceTimersByTimeAsync(SILENT_MS);
-    expect(kernel.client.standing.kind).toBe("silent");
+    expect(kernel.client.standing).toEqual({ kind: "silent", why: "slow" });
     expect(kernel.last).toMatchObject({ wait: false });
-    await vi.advanceTimersByTimeAsync(3 * SILENT_MS);
-    expect(kernel.asked.length).toBe(before + 4);
+    await vi.advanceTimersByTimeAsync((MANY_SILENCES - 1) * SILENT_MS);
+    expect(kernel.asked.length).toBe(before + MANY_SILENCES);
+    expect(kernel.client.standing).toEqual({ kind: "silent", why: "lost" });
     kernel.tell();
     expect(kernel.client.standing.kind).toBe("live");
   });

@@ -281,14 +281,15 @@ describe("the status line", () => {
 
   it("is red where a rank is dead, and where nobody answers", () => {
     expect(statusLine({ kind: "live" }, state({ ranks: [rank(0, { health: "gone" })] }))?.tone).toBe("bad");
-    expect(statusLine({ kind: "silent", isBusy: false }, state())?.tone).toBe("bad");
+    expect(statusLine({ kind: "silent", why: "lost" }, state())?.tone).toBe("bad");
+    expect(statusLine({ kind: "silent", why: "slow" }, state())?.tone).toBe("plain");
   });
 
   it("says of a kernel that runs something that it is busy", () => {
-    const busy = { kind: "silent", isBusy: true } as const;
+    const busy = { kind: "silent", why: "busy" } as const;
     expect(statusLine(busy, state())).toEqual({ tone: "plain", text: "FSDP: the kernel is busy" });
     expect(explained(busy, "").text).toMatch(/^The kernel is busy\./);
-    expect(explained({ kind: "silent", isBusy: false }, "").text).toMatch(/^The kernel does not answer\./);
+    expect(explained({ kind: "silent", why: "lost" }, "").text).toMatch(/^The kernel does not answer\./);
   });
 
   it("says that the connection is lost for good, and the panel what to do", () => {

@@ -52,7 +52,7 @@ function Body(props: PanelProps): React.JSX.Element {
   const notice = explained(standing, model.loadError);
   const colours = UNIT_STATES.map(({ words, colour }) => settings.colours[words] ?? colour);
   const isNotLoaded = notice.action === "load", isCut = notice.action === "reconnect";
-  const isBad = isCut || (standing.kind === "silent" && !standing.isBusy) || standing.kind === "refused";
+  const isBad = isCut || (standing.kind === "silent" && standing.why === "lost") || standing.kind === "refused";
   const isRunning = state?.cluster.is_running === true;
   const isAtWork = model.isStarting || state?.cluster.exchange === "start";
   const isLoading = model.isStarting && state === null;

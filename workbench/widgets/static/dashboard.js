@@ -266,9 +266,9 @@ async function takeMessages({ get, widget_manager: manager }) {
   if (take) model.comm.on_msg((message) => take.call(model, message));
 }
 
-/** @param {{ model: Channel & Widget, el: HTMLElement }} place */
+/** @param {{ model: Channel, el: HTMLElement }} place the panel's channel is no widget, and has no manager */
 function showWidget(place) {
-  void takeMessages(place.model);
+  void takeMessages(/** @type {Widget} */ (/** @type {unknown} */ (place.model)));
   return showDashboard(place);
 }
 
