@@ -41,7 +41,7 @@ def fingerprints() -> dict[str, str]:
     trace = load(RECORDING)
     moving = [RECORDING.read_bytes(), str((NUM_FRAMES, _WIDTH, _STEP_SHARES, _SHOWN_SHARE)).encode()]
     return {f"dashboard-{scheme}.webp": _hash(*moving) for scheme in SCHEMES} | {
-        f"{name}.webp": _hash(str(draw(name, trace).to_json()).encode()) for name in VIEWS
+        f"{name}.webp": _hash(str(draw(name, trace).to_json(engine="json")).encode()) for name in VIEWS
     }
 
 
