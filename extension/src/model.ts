@@ -306,8 +306,10 @@ export class PanelModel implements IDisposable {
   /** Show how a background command ended. The reply to `abort` reports aborted ones. */
   #takeEnding({ ended, request }: State): void {
     const numEnded = ended?.count ?? 0;
-    const isNews = this.#numEnded !== null && numEnded > this.#numEnded && this.#wasBehind;
-    if (isNews && ended !== null && this.#spoken[0]?.line.startsWith("%fsdp abort") !== true) {
+    const newest = this.#spoken[0]?.line;
+    const wasSeen = this.#wasBehind || newest === ended?.line; // a short one of this panel may end between two states
+    const isNews = this.#numEnded !== null && numEnded > this.#numEnded && wasSeen;
+    if (isNews && ended !== null && newest?.startsWith("%fsdp abort") !== true) {
       this.#reply = { line: ended.line, text: ended.text, isBad: ended.is_error };
     }
     this.#numEnded = numEnded;
