@@ -307,7 +307,8 @@ export class PanelModel implements IDisposable {
   #takeEnding({ ended, request }: State): void {
     const numEnded = ended?.count ?? 0;
     const newest = this.#spoken[0]?.line;
-    const wasSeen = this.#wasBehind || newest === ended?.line; // a short one of this panel may end between two states
+    const isOwn = newest === ended?.line && HEARD.has(newest?.split(" ")[1] ?? ""); // may end between two states
+    const wasSeen = this.#wasBehind || isOwn;
     const isNews = this.#numEnded !== null && numEnded > this.#numEnded && wasSeen;
     if (isNews && ended !== null && newest?.startsWith("%fsdp abort") !== true) {
       this.#reply = { line: ended.line, text: ended.text, isBad: ended.is_error };

@@ -143,6 +143,19 @@ describe("the reply under the buttons", () => {
     await tell({ request: null, ended: { ...ended, count: 2 } });
     expect(model.reply).toBeNull();
   });
+
+  it("says how its own run has ended, even if that was between two states, and of other commands what they answered", async () => {
+    for (const [command, word] of [[{ word: "run", script: "a.py" }, "run"], [{ word: "lint" }, "lint"]] as const) {
+      const line = `%fsdp ${word} it`;
+      const { model, client, asked, settle } = await beginning({ do: { ...ANSWERS.said, line, text: "" } });
+      await model.do(command);
+      await vi.advanceTimersByTimeAsync(1);
+      const number = asked.findLast((one) => one.word === "look")?.number ?? 0;
+      client.receive(state({ number, request: null, ended: { count: 9, line, text: "over", is_error: false } }));
+      await settle();
+      expect(model.reply?.text).toBe(word === "run" ? "over" : undefined);
+    }
+  });
 });
 
 it("a reply that ranks can only be viewed goes when they are free", async () => {
