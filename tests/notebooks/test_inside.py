@@ -37,7 +37,9 @@ def test_it_is_kept_without_outputs():
 
 def test_the_notebooks_together_use_every_command():
     elsewhere = {"attach", "detach"}  # they need a running cluster
-    assert set(command_lines.WORDS) - set().union(*map(words_of, NOTEBOOKS)) == {"status", "help", "example"} | elsewhere
+    assert (
+        set(command_lines.WORDS) - set().union(*map(words_of, NOTEBOOKS)) == {"status", "help", "example"} | elsewhere
+    )
 
 
 def test_all_ranks_stop_at_the_breakpoint(ran):

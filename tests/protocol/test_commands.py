@@ -364,7 +364,7 @@ def test_what_the_workbench_is_asked_to_do(command, method, arguments):
 def test_ranks_are_waited_for_where_they_are_needed():
     waits = {word for word, cls in COMMANDS.items() if cls.needs_ranks}
     assert set(COMMANDS) - waits == {
-        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "help", "faults"),
+        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "help", "faults", "example"),
     }
     assert Verify().waits_for_start
     assert not Open("x").waits_for_start

@@ -19,6 +19,7 @@ from workbench.events import Edge, Kind
 from workbench.models._torch_private import HAS_HOOKS
 from workbench.record import __main__ as record
 from workbench.reports.run_where import where
+from workbench.session import recorded_run
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read
 
@@ -344,7 +345,7 @@ def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monk
         ranks[1].wait(60)
         ranks[0].communicate(timeout=100)  # its collective fails, or it is released by the end of rank 1
         later_ns = time.time_ns() + 60 * 10**9
-        monkeypatch.setattr(cli, "time", SimpleNamespace(time_ns=lambda: later_ns))
+        monkeypatch.setattr(recorded_run, "time", SimpleNamespace(time_ns=lambda: later_ns))
         assert cli.main(["where", str(out)]) == 1
         said = capsys.readouterr().out
         assert re.match(

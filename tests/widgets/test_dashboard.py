@@ -730,7 +730,7 @@ def test_the_timeline_alone_is_a_dashboard_with_one_panel():
 
 def test_no_widget_attribute_is_overridden_by_accident():
     functions = {name for name, value in vars(DashboardWidget).items() if inspect.isfunction(value)}
-    assert functions & set(dir(AnyWidget)) == {"__init__", "close"}
+    assert functions & set(dir(AnyWidget)) == {"__init__", "__repr__", "close"}
 
 
 def test_the_command_and_the_method_return_a_dashboard():
