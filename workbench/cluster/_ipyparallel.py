@@ -14,7 +14,6 @@ connects. :func:`check_version` and a test detect changes in them.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import signal
 import sys
@@ -23,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import ipyparallel
@@ -75,17 +75,10 @@ def check_version() -> None:
 # --------------------------------------------------------------------- on the engine
 
 
-def resolve(name: str) -> Callable[..., Any]:
-    """Import and return the function named ``"module:function"``."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
-
-
 def call(name: str, args: Sequence[Any]) -> dict[str, Any]:
     """Call the function ``name`` with ``args``; return ``{"value": ...}`` or ``{"error": ...}`` (:func:`report`)."""
     try:
-        return {"value": resolve(name)(*args)}
+        return {"value": resolve_name(name)(*args)}
     except BaseException as error:  # noqa: BLE001 - any exception, an interrupt too, is the reply
         with undisturbed():
             shell = _kernel().shell
@@ -129,7 +122,7 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
         hosts: the hosts to monitor, by name: an :class:`~workbench.protocol.starting.Address` each, as data.
     """
     kernel = _kernel()
-    handler = resolve(handler_name)
+    handler = resolve_name(handler_name)
     _leave()
     standing["world"] = world
     if hosts:

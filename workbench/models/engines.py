@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -28,19 +28,11 @@ from workbench.models.torch_fully_shard import FullyShardModel
 from workbench.models.torch_wrapper import WrapperModel
 from workbench.protocol.policy import CLASSIC, FULLY_SHARD
 
-
-def _models_of(row: Engine) -> type[ShardedModel]:
-    module, _, name = row.model.partition(":")
-    found: type[ShardedModel] = getattr(import_module(module), name)
-    return found
-
-
-MODELS = tuple(map(_models_of, ENGINES.values()))
+MODELS: tuple[type[ShardedModel], ...] = tuple(resolve_name(row.model) for row in ENGINES.values())
 """The models of all engines, the workbench's first."""
 
 WATCHED: tuple[type[WatchedModel[Any]], ...] = tuple(each for each in MODELS if issubclass(each, WatchedModel))
 """The models of engines that are watched."""
-
 
 OF_COMMANDS: Mapping[str, type[FullyShardModel] | type[WrapperModel]] = {
     FULLY_SHARD: FullyShardModel,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import cast
 
 import torch
@@ -27,8 +27,7 @@ _chosen: dict[str, Callable[[torch.device], Backend]] = {}
 @functools.cache
 def kind(name: str) -> type[Backend]:
     """Return the backend class of a kind of device in :data:`~workbench.base.devices.DEVICES`."""
-    module, _, cls = DEVICES[name].backend.partition(":")
-    return cast("type[Backend]", getattr(import_module(module), cls))
+    return cast("type[Backend]", resolve_name(DEVICES[name].backend))
 
 
 @functools.cache
