@@ -13,6 +13,7 @@ from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
 from workbench.agents import mcp_server, screenshot, tool_calls
 from workbench.agents.mcp_server import ToolServer
+from workbench.cluster import local_launch
 from workbench.cluster.pending_replies import Output
 from workbench.trace import save
 from workbench.workbench import Workbench
@@ -93,7 +94,7 @@ def test_without_control_it_only_views(viewer):
 
 
 def test_an_attach_without_a_cluster_names_those_that_are_here(viewer, tmp_path, monkeypatch):
-    monkeypatch.setattr(mcp_server.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(local_launch.tempfile, "gettempdir", lambda: str(tmp_path))
     file = tmp_path / "fsdp-workbench-x" / "profile" / "security" / "ipcontroller-client.json"
     file.parent.mkdir(parents=True)
     file.write_text("{}")

@@ -11,7 +11,6 @@ import asyncio
 import base64
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +28,7 @@ from workbench.agents.command_tools import CELL, MAX_WAIT_S, WAIT, WAIT_S, Comma
 from workbench.agents.reply_limit import limited
 from workbench.agents.screenshot import screenshot
 from workbench.agents.tool_calls import OpenCalls, ToolCall
+from workbench.cluster.local_launch import connection_files
 from workbench.errors import UsageError, did_you_mean
 from workbench.panel.client import read_command
 from workbench.protocol.commands import Attach, Command
@@ -145,7 +145,9 @@ class ToolServer:
             report = self.workbench.report(command, **more, on_standing=call.on_standing, on_wait=call.on_standing)
         except UsageError:
             if isinstance(command, Attach):
-                call.notices += [f"started here with %fsdp start: file {found}" for found in sessions_here()]
+                call.notices += [
+                    f"started here with %fsdp start: file {found}" for found in connection_files()[:MAX_SESSIONS]
+                ]
             raise
         if picture:
             drawn = self.workbench.do(command) if command.word in DRAWN else self.workbench.picture(report)
@@ -160,13 +162,6 @@ class ToolServer:
         if self.workbench.exchange == "start":
             self.workbench.abort()
         self.workbench.close()
-
-
-def sessions_here() -> list[str]:
-    """Return the connection files of the ranks that this user has started on this machine, newest first."""
-    files = Path(tempfile.gettempdir()).glob("fsdp-workbench-*/profile/security/ipcontroller-client.json")
-    mine = [file for file in files if file.stat().st_uid == os.getuid()]
-    return [str(file) for file in sorted(mine, key=lambda file: file.stat().st_mtime, reverse=True)[:MAX_SESSIONS]]
 
 
 def _declared(tool: CommandTool) -> types.Tool:

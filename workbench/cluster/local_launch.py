@@ -75,6 +75,16 @@ def profile_directory(name: str) -> Path:
     return home / f"profile_{name}"
 
 
+_PREFIX = "fsdp-workbench-"
+
+
+def connection_files() -> list[Path]:
+    """Return the connection files of the clusters that this user has started on this machine, newest first."""
+    files = Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/profile/security/ipcontroller-client.json")
+    mine = [file for file in files if file.stat().st_uid == os.getuid()]
+    return sorted(mine, key=lambda file: file.stat().st_mtime, reverse=True)
+
+
 def private_directory(profile: str | None) -> Path:
     """Create the directory of a cluster's files, readable by this user only.
 
@@ -82,7 +92,7 @@ def private_directory(profile: str | None) -> Path:
     Keys, sockets and logs thus stay in one place that can be removed.
     """
     lent = profile_directory(profile) if profile is not None else None
-    root = Path(tempfile.mkdtemp(prefix="fsdp-workbench-"))
+    root = Path(tempfile.mkdtemp(prefix=_PREFIX))
     own = root / "profile"
     own.mkdir(mode=0o700)
     for path in lent.iterdir() if lent is not None else ():
