@@ -168,15 +168,15 @@ class _Words:
             f"{label(few)} issued {call_words(call, self._units)}{self._line(few)} after {plural(forwards, 'forward')}"
         )
         verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many)}"
-        if call.unit >= 0 and call.kind is Kind.ALL_GATHER:  # before its next forward: not a sign of fewer batches
-            return self.of_calls()
         if call.unit >= 0:
+            if call.kind is Kind.ALL_GATHER:  # before its next forward: not a sign of fewer batches
+                return self.of_calls()
             return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
         have_left = self._have_left_loop(few, many)
         rule, fix = {
             True: ("uneven-batches", SAME_BATCHES),
             False: ("other-collective", SAME_CALLS),
-            None: ("other-collective", f"{SAME_CALLS}; if {label(few)} had no further batch, {SAME_BATCHES}"),
+            None: ("other-collective", same_calls_or_batches(label(few))),
         }[have_left]
         if not have_left and len(many) < len(few):
             verdict = f"{label(many)} began forward {forwards + 1}{self._line(many)}, where {own}"
@@ -207,6 +207,11 @@ class _Words:
         differ = counts(found.other_passes) != counts(found.most_passes)
         numbers = [f"{label(ranks)}: {progress_words(passes)}" for ranks, passes in progress] if differ else []
         return (place, *numbers, *frame_lines(self._positions))
+
+
+def same_calls_or_batches(ranks: str) -> str:
+    """Return the fix where it is not known whether ``ranks`` left out a call or had no further batch."""
+    return f"{SAME_CALLS}; if {ranks} had no further batch, {SAME_BATCHES}"
 
 
 def call_words(call: IssuedCall, units: Mapping[int, str]) -> str:

@@ -32,11 +32,11 @@ from workbench.reports.ended_ranks import ends_words, first_end, first_end_ns
 from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     SAME_BATCHES,
-    SAME_CALLS,
     SAME_ROOT,
     divergence_fault,
     frame_lines,
     progress_words,
+    same_calls_or_batches,
 )
 from workbench.trace.columns import Trace
 from workbench.trace.frames import short_place
@@ -176,7 +176,7 @@ class _Waits:
         rule, fix = "uneven-batches", SAME_BATCHES
         # all have run the same passes, and the call is of no model, nor of a loop that made a further turn
         if len(numbers) == 1 and pending.unit < 0 and not self._is_usual(waiting[0].rank, pending):
-            rule, fix = "other-collective", f"{SAME_CALLS}; if {ranks} had no further batch, {SAME_BATCHES}"
+            rule, fix = "other-collective", same_calls_or_batches(ranks)
         return Fault(
             rule=rule,
             verdict=f"{ranks} {have} ended, while {others} still issued collectives: "
@@ -187,8 +187,11 @@ class _Waits:
 
     def _is_usual(self, rank: int, pending: PendingCollective) -> bool:
         """Return whether a rank has issued the call in which it waits at the same place of its loop before."""
-        names = [info.name for info in self.trace.header.comm_groups]
-        return bool(is_usual(self.trace.rank(rank), names.index(pending.group), pending.number))
+        return bool(is_usual(self.trace.rank(rank), self._group_of(pending), pending.number))
+
+    def _group_of(self, pending: PendingCollective) -> int:
+        """Return the index of the group of a collective in which ranks wait."""
+        return [info.name for info in self.trace.header.comm_groups].index(pending.group)
 
     def _of_counts(self, ranks: Sequence[RunPosition]) -> Fault | None:
         """Return that ranks whose collectives are not announced have run different passes; None if they have not."""
@@ -263,12 +266,12 @@ class _Waits:
         pending = stuck[0].pending
         assert pending is not None
         alike = [each for each in stuck if each.pending == pending]
-        names = [info.name for info in self.trace.header.comm_groups]
-        ended = self._ended(names.index(pending.group), pending.number)
+        group = self._group_of(pending)
+        ended = self._ended(group, pending.number)
         ranks, wait = label([each.rank for each in alike]), "wait" if len(alike) > 1 else "waits"
         words = pending_words(pending, unit_names(self.trace.header))
         left = f", and {label(ended)} {_has(ended)} ended" if ended else ""
-        is_root_unknown = pending.kind.info.has_root and not self._roots(names.index(pending.group), pending.number)
+        is_root_unknown = pending.kind.info.has_root and not self._roots(group, pending.number)
         return Fault(
             rule="stuck-collective",
             verdict=f"{ranks} {wait} for {words}, which all of its ranks have started{left}{_places(alike, ', in ')}",
