@@ -325,20 +325,30 @@ _CAST = r"[^\n]*\.(to|type|type_as|float|bfloat16|half)\("
 def _of_buffer(scene: _Scene) -> _Finding | None:
     """Find a buffer in another dtype than its unit computes in, which the innermost module uses without a cast."""
     for frame in scene.frames:
-        names = set(frame.f_code.co_names)
         modules = [(name, each) for name, each in _variables(frame).items() if isinstance(each, nn.Module)]
         found = [(*each, unit) for each in modules if (unit := _unit_within(scene, each[1])) is not None]
-        for variable, module, (known, prefix, wanted) in found:
-            for path, buffer in module.named_buffers():
-                *parts, name = (part for part in path.split(".") if not part.isdigit())
-                is_odd = buffer.dtype is not wanted and {buffer.dtype, wanted} <= _SPELT.keys()
-                if not is_odd or not {*parts, name} <= names or _is_cast(frame, name):
-                    continue
-                if all(re.search(rf"\b{_SPELT[dtype]}\b", scene.text.lower()) for dtype in (buffer.dtype, wanted)):
-                    return _buffer_differs(frame, known, prefix + path, _as_code(variable, path), buffer, wanted)
         if found:
-            return None
+            return next((each for one in found if (each := _odd_buffer(scene, frame, *one)) is not None), None)
     return None
+
+
+def _odd_buffer(
+    scene: _Scene, frame: FrameType, variable: str, module: nn.Module, unit: tuple[_Known, str, torch.dtype]
+) -> _Finding | None:
+    """Find such a buffer below a module; ``variable``: the module's name in the frame."""
+    known, prefix, wanted = unit
+    for path, buffer in module.named_buffers():
+        *parts, name = (part for part in path.split(".") if not part.isdigit())
+        if buffer.dtype is wanted or not _are_named(scene.text, {buffer.dtype, wanted}):
+            continue
+        if {*parts, name} <= set(frame.f_code.co_names) and not _is_cast(frame, name):
+            return _buffer_differs(frame, known, prefix + path, _as_code(variable, path), buffer, wanted)
+    return None
+
+
+def _are_named(text: str, dtypes: set[torch.dtype]) -> bool:
+    """Return whether a message of torch's names all of these dtypes."""
+    return all(each in _SPELT and re.search(rf"\b{_SPELT[each]}\b", text.lower()) for each in dtypes)
 
 
 def _unit_within(scene: _Scene, module: nn.Module) -> tuple[_Known, str, torch.dtype] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -182,17 +182,9 @@ def sizes_of(model: nn.Module, others: Iterable[ShardedModel] = ()) -> list[Para
         for info, shape in zip(param.infos, shapes, strict=True):
             places = tuple(full_name(names, module, name) for module, name in info.places if module in names)
             found.append(ParamSize(names=places, shape=shape, itemsize=known.itemsize, is_managed=True))
-    held: set[int] = set()
-    for each in others:
-        for unit in each.units:
-            tensors = each.tensors(unit.index)
-            held |= each.owned(unit.index)
-            for flat in unit.params:
-                for part in flat.parts:
-                    at = tensors[part.fqn].places
-                    places = tuple(join(each.paths[cast("nn.Module", owner)], name) for owner, name in at)
-                    size = ParamSize(names=places, shape=part.global_shape, itemsize=flat.itemsize, is_managed=True)
-                    found.append(size)
+    flat_units = [(each, unit) for each in others for unit in each.units]
+    held = {owned for each, unit in flat_units for owned in each.owned(unit.index)}
+    found += (size for each, unit in flat_units for size in _sizes_of_parts(each, unit))
     return [
         *found,
         *(
@@ -206,6 +198,16 @@ def sizes_of(model: nn.Module, others: Iterable[ShardedModel] = ()) -> list[Para
 def unit_infos(model: nn.Module) -> list[Unit]:
     """Return the engine's description of each unit in the tree."""
     return [unit.describe() for unit in units_of(states_below(model))]
+
+
+def _sizes_of_parts(model: ShardedModel, unit: Unit) -> Iterator[ParamSize]:
+    """Yield the size of each parameter that is a part of a unit's flat ones."""
+    tensors = model.tensors(unit.index)
+    for flat in unit.params:
+        for part in flat.parts:
+            places = ((model.paths[cast("nn.Module", owner)], name) for owner, name in tensors[part.fqn].places)
+            names = tuple(join(path, name) for path, name in places)
+            yield ParamSize(names=names, shape=part.global_shape, itemsize=flat.itemsize, is_managed=True)
 
 
 def _unit_names(model: nn.Module) -> list[str]:
