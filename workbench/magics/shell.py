@@ -135,8 +135,6 @@ class FsdpMagics(Magics):
         self.workbench.note(command, "cell")
         if isinstance(command, Help):
             return help_text(command)
-        if isinstance(command, Example):
-            return EXAMPLE
         return self.workbench.report(command, on_notice=on_notice, on_output=log)
 
     def _cell_report(self, line: str, cell: str, notices: list[str]) -> CellReport | StopReport:

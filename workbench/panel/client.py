@@ -49,7 +49,6 @@ from workbench.protocol.commands import (
     Command,
     Continue,
     Dashboard,
-    Example,
     Help,
     Next,
     Reshard,
@@ -58,7 +57,6 @@ from workbench.protocol.commands import (
     Step,
     to_text,
 )
-from workbench.protocol.example import EXAMPLE
 from workbench.reports.explain_report import linked
 from workbench.widgets.subshell import answer_while_busy
 from workbench.workbench import Workbench
@@ -246,8 +244,6 @@ class Client:
         match command:
             case Help():
                 return help_text(command)
-            case Example():
-                return EXAMPLE
             case Continue():
                 return self._workbench.resume(background=True)
             case Next(what=what):
