@@ -238,7 +238,7 @@ def test_a_look_changes_neither_free_ranks_nor_engines(profile):
         assert [reply.rank for reply in looking.ask(Locate(), timeout_s=PATIENCE_S).values()] == [0, 1, 2]
         with pytest.raises(UsageError, match="no notebook controls these ranks; here you can only view them"):
             looking.run_cell("x = 1")
-        with attached() as second:  # they are free, also while somebody looks
+        with attached() as second:  # a viewer leaves them free
             assert second.held_by == ""
             looking.ask(Locate(), timeout_s=PATIENCE_S)
             looking.detach()

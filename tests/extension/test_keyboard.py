@@ -8,17 +8,11 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, open_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, jupyterlab, open_notebook
 from tests.helpers.notebook_model import UNHURRIED
 from tests.helpers.panel_page import dashboard, headline, panel, run, section, shot, tool
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 EVIL = "<img src=x onerror=alert(1)>"
 MODEL = f"""%%fsdp

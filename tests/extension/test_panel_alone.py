@@ -7,17 +7,11 @@ from playwright.sync_api import expect
 
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, jupyterlab, open_notebook, write_notebook
 from tests.helpers.panel_page import dashboard, headline, panel, reply, run, section, shot, to, tool
 from workbench.views import VIEWS
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 NARROW = 250  # width of the panel in pixels
 

@@ -9,17 +9,11 @@ from playwright.sync_api import expect
 from tests.cluster.test_attached import profile as running_profile
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, section, shot, to, tool
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 profile = running_profile
 

@@ -19,7 +19,12 @@ WHY = f"CI has run for {LIMIT // 60} minutes on this machine, so tests marked ex
 
 
 def gives_way(item: pytest.Item, now: float | None = None) -> bool:
-    """Return whether a test is left out if it would begin at ``now``, in seconds since 1970; None: at this moment."""
+    """Return whether a test that would begin at ``now`` is left out; the default is the time of the call.
+
+    Args:
+        item: the test.
+        now: seconds since 1970.
+    """
     began = os.environ.get(BEGAN)
     is_marked = any(item.get_closest_marker(name) for name in ("exhaustive", "thorough"))
     return bool(began and is_marked) and (time.time() if now is None else now) - float(began) > LIMIT

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import ConsoleMessage, Page
 
 from tests.helpers.browser import PATIENCE_MS, SHARED
@@ -19,6 +20,15 @@ from tests.helpers.waiting import end, wait_until
 from workbench.base import ports
 from workbench.cli.jupyter_extensions import PANEL
 from workbench.cli.main import lab_command
+
+LONG_SCENES = [
+    pytest.mark.thorough,
+    pytest.mark.browser,
+    pytest.mark.lasting_browser,
+    pytest.mark.cluster,
+    pytest.mark.timeout(900),
+]
+"""Marks of a file with long scenes in JupyterLab."""
 
 SHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 TOKEN = "test"

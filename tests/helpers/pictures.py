@@ -36,6 +36,10 @@ _SHOWN_SHARE = 0.5
 _QUALITY = 80
 
 
+NAMES = (*(f"dashboard-{scheme}.webp" for scheme in SCHEMES), *(f"{name}.webp" for name in VIEWS))
+"""Names of all pictures."""
+
+
 def fingerprints() -> dict[str, str]:
     """Return what each picture shows as a hash, by the picture's name."""
     trace = load(RECORDING)

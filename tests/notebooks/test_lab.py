@@ -4,17 +4,11 @@ import pytest
 
 from tests.helpers.browser import OUTWARD, mode_bars
 from tests.helpers.built_panel import built_panel
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, SHOTS, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL
 from tests.views.test_theme import contrast
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 CELLS = [
     "%load_ext workbench",

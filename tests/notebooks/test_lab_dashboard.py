@@ -2,16 +2,10 @@
 
 import pytest
 
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, SHOTS, jupyterlab, open_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 CELLS = [
     "%load_ext workbench",

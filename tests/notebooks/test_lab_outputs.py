@@ -4,15 +4,9 @@ import os
 
 import pytest
 
-from tests.helpers.jupyterlab import SHOTS, jupyterlab, open_notebook
+from tests.helpers.jupyterlab import LONG_SCENES, SHOTS, jupyterlab, open_notebook
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 NUM_RANKS = 3
 EVIL = "</pre><script>document.title = 'evil'</script>"

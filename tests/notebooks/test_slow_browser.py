@@ -1,17 +1,9 @@
 """The dashboard in a browser that needs longer for its code than anywidget waits: it works all the same."""
 
-import pytest
-
 from tests.helpers.browser import PATIENCE_MS, SHARED
-from tests.helpers.jupyterlab import NotebookPage, begin, jupyterlab
+from tests.helpers.jupyterlab import LONG_SCENES, NotebookPage, begin, jupyterlab
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.browser,
-    pytest.mark.lasting_browser,
-    pytest.mark.cluster,
-    pytest.mark.timeout(900),
-]
+pytestmark = LONG_SCENES
 
 CELLS = ["%load_ext workbench", "dash = %fsdp dashboard\ndash"]
 NO_PATIENCE = """const timeout = AbortSignal.timeout.bind(AbortSignal);
