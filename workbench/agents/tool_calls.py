@@ -33,7 +33,7 @@ class ToolCall:
         ended: its document, once it has ended.
         notices: what else it says, a sentence each.
         standing: which ranks it waits for, in a sentence; empty: there is news of it.
-        picture: the PNG that belongs to the report; None: none.
+        picture: the PNG of the report, or None.
     """
 
     def __init__(self, name: str, work: Callable[[ToolCall], object]) -> None:

@@ -342,7 +342,7 @@ def prefetch_in_order(model: nn.Module, ahead: int, unit_of: Callable[[nn.Module
     Args:
         model: the root.
         ahead: length of the lists; 0 empties them.
-        unit_of: returns the unit that ``fully_shard`` made of a module; None: none.
+        unit_of: returns the unit that ``fully_shard`` made of a module, or None if it made none.
     """
     forward, backward = (list(in_order(model, unit_of, set(), backward=is_last)) for is_last in (False, True))
     for place, unit in enumerate(forward, start=1):

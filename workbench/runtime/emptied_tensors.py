@@ -30,7 +30,7 @@ def at(place: Place) -> object:
 
 
 def held(owner: nn.Module, name: str) -> object:
-    """Return what a module holds under a name, without running a property, which may gather; None: nothing."""
+    """Return what a module holds under a name, or None. It runs no property, as one may gather."""
     places: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
     return next((each[name] for each in places if name in each), None)
 

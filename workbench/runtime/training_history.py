@@ -49,8 +49,7 @@ class OptimizerHistory:
         kept: units whose unreduced gradients ``zero_grad`` did not clear, since its newest step.
         mixed: units into whose gradients such ones went, each with the number of the step.
         resumed: what shows that training was resumed, where it took its first step without any state.
-        added_to: its newest step that used gradients of the step before again; None: the newest that was watched did
-            not.
+        added_to: its newest watched step, if it used the gradients of the step before again; else None.
     """
 
     num_steps: int = 0

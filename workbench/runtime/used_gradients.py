@@ -100,7 +100,7 @@ class UsedGradients:
                 watched.used, watched.is_added_to = [], False
 
     def before_step(self, optimizer: Optimizer) -> bool | None:
-        """Return whether the step that begins uses gradients of the last one again; None: it is not known."""
+        """Return whether the step that begins uses gradients of the last one again, or None if that is not watched."""
         watched = self._watched.get(optimizer)
         if watched is None or not watched.num_left:
             return None

@@ -186,7 +186,7 @@ class _Tabs:
 
     Attributes:
         name: prefix of both display ids.
-        num_outputs: number of outputs of each rank in the lower display; None: neither is shown yet.
+        num_outputs: number of outputs of each rank in the lower display, or None before the displays are shown.
     """
 
     name: str = field(default_factory=lambda: f"wb-{uuid4().hex[:12]}")

@@ -1044,7 +1044,7 @@ class Session:
 
 
 def ended_of(positions: Mapping[int, Position], num_ranks: int) -> set[int] | None:
-    """Return the ranks that have ended the steps in which others still are; None: positions alone do not tell."""
+    """Return the ranks that have ended the steps in which others still are, or None if positions do not tell."""
     here = positions.values()
     if len(here) < num_ranks or len({at.commands for at in here}) > 1:  # one is lost, or has not begun it yet
         return None

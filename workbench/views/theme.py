@@ -188,7 +188,8 @@ _BESIDE_TITLE = 24  # pixels
 _UNBROKEN = "\u00a0"  # a space at which no line ends
 _TOGETHER = re.compile(rf" (?=·)|(?<=\d) (?=(?:{'|'.join(UNITS)})\b)")
 """Spaces before a dot between two sentences, and between a number and its unit."""
-_WIDE, _NO_WIDTH = re.compile("[mwMW]"), "\u2060"  # letters that take the room of two; counted with each, never drawn
+_WIDE, _NO_WIDTH = re.compile("[mwMW]"), "\u2060"
+"""Letters twice as wide as the mean, and a character without width that is counted after each of them."""
 _FIRST_OF_MANY = 12  # pixels by which the first of several lines is higher than a single one
 
 

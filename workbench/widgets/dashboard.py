@@ -57,7 +57,7 @@ class DashboardWidget(anywidget.AnyWidget):
         trace = self._workbench.pulse().trace
         done = steps(trace)
         shown = f"{plural(len(trace.ranks), 'rank')}{f', step {done[-1]}' if done else ''}"
-        return f"live {self._name}: {shown} when displayed; as a page: %fsdp export page.html"  # anywidget: 110 letters
+        return f"live {self._name}: {shown} when displayed; as a page: %fsdp export page.html"  # at most 110 letters
 
     def close(self) -> None:
         """Remove the widget from the kernel and from the browser."""
