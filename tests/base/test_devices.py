@@ -14,13 +14,14 @@ from workbench.base.devices import Device
 @pytest.mark.thorough
 def test_a_kind_of_device_is_a_class_and_a_line(tmp_path):
     """With one line added to the text of ``devices.py``, and nothing else, ranks start on the new kind by its name."""
-    package = tmp_path / "workbench"
-    package.mkdir()
-    for path in PACKAGE.iterdir():
-        if path.name not in {"devices.py", "__pycache__"}:
-            (package / path.name).symlink_to(path)
-    before, after = (PACKAGE / "devices.py").read_text(encoding="utf-8").split('    "cuda": ')
-    (package / "devices.py").write_text(f'{before}{LINE}    "cuda": {after}', encoding="utf-8")
+    copied = tmp_path / "workbench" / "base" / "devices.py"
+    copied.parent.mkdir(parents=True)
+    for there in (PACKAGE, PACKAGE / "base"):
+        for path in there.iterdir():
+            if path.name not in {"base", "devices.py", "__pycache__"}:
+                (tmp_path / path.relative_to(REPO)).symlink_to(path)
+    before, after = (PACKAGE / "base" / "devices.py").read_text(encoding="utf-8").split('    "cuda": ')
+    copied.write_text(f'{before}{LINE}    "cuda": {after}', encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-m", "tests.helpers.added_device"],
         cwd=tmp_path,

@@ -230,7 +230,7 @@ class TakesContainer(nn.Module):
 
     def forward(self, value: Any) -> Any:
         self.took = value
-        return self.make(torch.relu(self.linear(first_in(value))))
+        return self.make(torch.tanh(self.linear(first_in(value))))
 
 
 class Model(nn.Module):
