@@ -51,6 +51,7 @@ def _rank_main(
         parent.close()  # otherwise the ranks would not notice the end of the test run
     ports = [child for _, child in pipes]
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # this process's own generator depends on the tests that ran in it before
     if seats:
         sit_down(seats[rank])
     address = seats[0].address if seats else LOOPBACK
