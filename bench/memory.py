@@ -57,7 +57,7 @@ class Classes:
         self.peak = Counter(self.live)
         self.total_peak = self.live.total()
 
-    def memory(self, category: Enum, _unit: int, delta_bytes: int) -> None:
+    def memory(self, category: Enum, _unit: int, delta_bytes: int, *_: object) -> None:
         """Add a change that the engine announces."""
         with self._lock:
             self.live[category.name] += delta_bytes

@@ -360,11 +360,38 @@ class Category(Word):
     # this rank's shard of the averaged gradients
     SHARDED_GRADS = 5, CategoryInfo(words="sharded grads", colour=Colour.SHARDED_GRADS)
     OPTIMIZER_STATE = 6, CategoryInfo(words="optimizer state", colour=Colour.OPTIMIZER_STATE, is_engines=False)
-    # saved for backward
+    # what autograd keeps for backward, and of checkpoints their inputs; see Activation
     ACTIVATIONS = 7, CategoryInfo(words="activations", colour=Colour.ACTIVATIONS, is_engines=False)
     OTHER = 8, CategoryInfo(words="other", colour=Colour.PLAIN, is_engines=False)
     # kept for reuse and not in use; bytes in use count in their own class
     RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """Owner of a storage that autograd keeps for backward.
+
+    Attributes:
+        module: path of the module whose forward made it. What has no gradient, such as a mask, indices or the batch,
+            belongs to the first module that keeps it.
+        op: the operation that made it, such as ``"addmm"``; for what has no gradient, the one that keeps it.
+        kept_by: path of the first module that keeps it.
+    """
+
+    module: str
+    op: str
+    kept_by: str
+
+    @property
+    def text(self) -> str:
+        """The owner as a string of the trace."""
+        return "\t".join((self.module, self.op, self.kept_by))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the owner that a string of the trace names; the names are empty if it names none."""
+        module, op, kept_by, *_ = (*text.split("\t"), "", "")
+        return cls(module=module, op=op, kept_by=kept_by)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,8 +718,11 @@ class Probe(Protocol):
         Not called for collectives between hosts, nor for collectives that only the engine may wait for.
         """
 
-    def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
-        """Receive that ``delta_bytes`` (signed) of ``category`` were allocated or freed."""
+    def memory(self, category: Category, unit: int, delta_bytes: int, owner: str = "") -> None:
+        """Receive that ``delta_bytes`` (signed) of ``category`` were allocated or freed.
+
+        ``owner`` is :attr:`Activation.text` of activations.
+        """
 
     def phase(self, phase: Phase) -> None:
         """Begin another phase."""

@@ -17,6 +17,7 @@ class Recording:
     Attributes:
         rows: (kind, edge, unit index, num_bytes, comm, t_ns) in order.
         deltas: (category, unit index, delta in bytes) in order.
+        owners: (owner, delta in bytes) of activations, in order.
         live: bytes alive per category.
         peak: highest number of bytes alive at once per category.
         units: newest description per unit index.
@@ -38,6 +39,7 @@ class Recording:
         """Discard the rows so far; live bytes are kept, and peaks start from them."""
         self.rows: list[tuple[Kind, Edge, int, int, Comm | None, int | None]] = []
         self.deltas: list[tuple[Category, int, int]] = []
+        self.owners: list[tuple[str, int]] = []
         self.phases: list[Phase] = []
         self.reads: list[tuple[Edge, int]] = []
         self.peak: Counter[Category] = Counter(getattr(self, "live", {}))
@@ -48,11 +50,13 @@ class Recording:
     def readers(self, edge, rank=-1) -> None:
         self.reads.append((edge, rank))
 
-    def memory(self, category, unit, delta_bytes) -> None:
+    def memory(self, category, unit, delta_bytes, owner="") -> None:
         assert delta_bytes
         with self._lock:  # a lease may end in any thread that collects garbage, even within this block
             self.deltas.append((category, unit, delta_bytes))
             self.live[category] += delta_bytes
+            if owner:
+                self.owners.append((owner, delta_bytes))
             assert self.live[category] >= 0, f"{category.name} below zero"
             self.peak[category] = max(self.peak[category], self.live[category])
 

@@ -284,3 +284,23 @@ def test_replicas_their_buckets_and_the_end_of_their_backward():
 def test_the_tensors_of_an_output_are_found():
     a, b = torch.ones(1), torch.ones(2)
     assert list(map(id, _torch.tensors_in({"a": a, "more": [b, 3]}))) == [id(a), id(b)]
+
+
+def test_what_a_node_keeps_is_read_without_its_hooks():
+    x = torch.ones(2, requires_grad=True)
+    before = _torch.next_node_number()
+    base = x * 2
+    y = base[:1] * base[1:]
+    assert before == _torch.node_number(base.grad_fn) < _torch.node_number(y.grad_fn) < _torch.next_node_number()
+    assert [tensor.untyped_storage() for tensor in _torch.kept_by(y.grad_fn)] == [base.untyped_storage()] * 2
+    assert _torch.whole_of(base[:1]) is base
+    assert _torch.whole_of(x) is x
+    y.backward()
+    assert list(_torch.kept_by(y.grad_fn)) == []  # freed
+    assert _torch.own_hooks() is None
+    kept = object()
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: kept, pytest.fail):
+        assert _torch.own_hooks() is not None
+        y = x * x
+    assert list(_torch.kept_by(y.grad_fn)) == [kept, kept]
+    assert _torch.names_of_kept(type(y.grad_fn)) == ("_raw_saved_other", "_raw_saved_self")

@@ -21,10 +21,10 @@ def event(
         active.event(kind, edge, unit, num_bytes, comm, t_ns)
 
 
-def memory(category: Category, unit: int, delta_bytes: int) -> None:
-    """Announce bytes allocated (positive) or freed (negative)."""
+def memory(category: Category, unit: int, delta_bytes: int, owner: str = "") -> None:
+    """Announce bytes allocated (positive) or freed (negative); ``owner`` says whose activations they are."""
     if active is not None and delta_bytes:
-        active.memory(category, unit, delta_bytes)
+        active.memory(category, unit, delta_bytes, owner)
 
 
 def readers(edge: Edge, rank: int = -1) -> None:
@@ -46,12 +46,12 @@ class BufferHandle:
     allocation does not see the release.
     """
 
-    __slots__ = ("_category", "_num_bytes", "_probe", "_unit")
+    __slots__ = ("_category", "_num_bytes", "_owner", "_probe", "_unit")
 
-    def __init__(self, category: Category, unit: int, num_bytes: int) -> None:
-        self._category, self._unit, self._num_bytes = category, unit, num_bytes
+    def __init__(self, category: Category, unit: int, num_bytes: int, owner: str = "") -> None:
+        self._category, self._unit, self._num_bytes, self._owner = category, unit, num_bytes, owner
         self._probe = active
-        memory(category, unit, num_bytes)
+        memory(category, unit, num_bytes, owner)
 
     @property
     def category(self) -> Category:
@@ -70,4 +70,4 @@ class BufferHandle:
 
     def __del__(self) -> None:
         if self.is_told:
-            memory(self._category, self._unit, -self._num_bytes)
+            memory(self._category, self._unit, -self._num_bytes, self._owner)

@@ -864,3 +864,46 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in what a forward returns."""
     yield from (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+
+# ---- autograd
+
+
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Return the number of the next node that this thread's autograd makes; they ascend."""
+
+
+def node_number(node: torch.autograd.graph.Node) -> int:
+    """Return the number of a node of a graph, in the order in which its thread made them."""
+    return int(node._sequence_nr())
+
+
+def kept_by(node: torch.autograd.graph.Node) -> Iterator[object]:
+    """Yield what a node keeps for its backward, without unpacking it; nothing if it has been freed.
+
+    Each is a tensor, or what the program's own hooks on saved tensors returned instead.
+    """
+    try:
+        for name in names_of_kept(type(node)):
+            found = getattr(node, name)
+            for each in found if isinstance(found, (tuple, list)) else (found,):
+                if each is not None:
+                    yield each.data
+    except RuntimeError:  # its backward has run
+        return
+
+
+@functools.cache
+def names_of_kept(kind: type) -> tuple[str, ...]:
+    """Return the attributes of a kind of node that hold what it keeps."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a view is of; a tensor that is no view itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def own_hooks() -> object:
+    """Return the hooks on saved tensors that are in effect; None if there are none."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)

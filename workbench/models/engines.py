@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pkgutil import resolve_name
@@ -17,6 +18,7 @@ from workbench.engine.event_source import SOURCE
 from workbench.events import ENGINES, Engine
 from workbench.models import c10d
 from workbench.models._torch_private import observe_calls, stop_observing_groups
+from workbench.models.activations import ActivationWatch
 from workbench.models.c10d import CollectiveWatch
 from workbench.models.ours import WorkbenchModel
 from workbench.models.own import reset_all
@@ -90,8 +92,12 @@ def missed_grads() -> list[str]:
     return fsdp_state.missed_grads()
 
 
+ACTIVATIONS = "WORKBENCH_ACTIVATIONS"
+"""Environment variable of the ranks; ``0``: do not watch activations."""
+
+
 class Watch:
-    """Announces to the active probe what c10d and torch's own FSDP do, from :meth:`begin` to :meth:`end`.
+    """Announces to the active probe what c10d, torch's own FSDP and autograd do, from :meth:`begin` to :meth:`end`.
 
     What cannot be watched with this version of torch, or fails later, is left out.
 
@@ -102,6 +108,7 @@ class Watch:
     def __init__(self, say: Callable[[str], object] = complain) -> None:
         self._collectives = CollectiveWatch()
         self._units = tuple(each.source_class(self._collectives) for each in WATCHED)
+        self._activations = ActivationWatch()
         self._say = say
         self._new_patches()
 
@@ -109,6 +116,7 @@ class Watch:
         """Make the patches of one time: hooks of an earlier one stay where they are, and do nothing any more."""
         self._calls = Patches("collectives are", self._say, self._abandon_calls)
         self._patches = [Patches(units.what, self._say, units.abandon) for units in self._units]
+        self._saved = Patches("activations are", self._say)
 
     def begin(self) -> Watch:
         """Begin to watch; what an earlier time told the probe still holds."""
@@ -121,6 +129,8 @@ class Watch:
         self._calls.install(lambda patches: observe_calls(self._collectives, patches))
         for units, patches in zip(self._units, self._patches, strict=True):
             patches.install(units.install)
+        if os.environ.get(ACTIVATIONS) != "0":
+            self._saved.install(self._activations.install)
         return self
 
     def _abandon_calls(self) -> None:
@@ -131,6 +141,7 @@ class Watch:
     def note(self, models: Iterable[nn.Module]) -> None:
         """Announce the units of models, none of which is part of another; the others are found as they train."""
         models = tuple(models)
+        self._activations.note(models)
         for units in self._units:
             units.note(models)
 
@@ -187,7 +198,7 @@ class Watch:
     def end(self) -> None:
         """Stop watching."""
         c10d.active = None
-        for patches in (self._calls, *self._patches):
+        for patches in (self._calls, *self._patches, self._saved):
             patches.undo()
         self._collectives.settle(is_last=True)
         stop_observing_groups()

@@ -78,19 +78,21 @@ class _Unrecorded:
         begun: filled with the collectives that begin, as (comm_seq, comm_group).
 
     Attributes:
-        deltas: signed bytes by category and unit.
+        deltas: signed bytes by category, unit and owner.
         states: last state of each unit's parameters.
     """
 
     def __init__(self, begun: set[tuple[int, int]]) -> None:
-        self.deltas: Counter[tuple[int, int]] = Counter()
+        self.deltas: Counter[tuple[int, int, int]] = Counter()
         self.states: dict[int, UnitState] = {}
         self._begun = begun
 
-    def takes(self, kind: int, edge: int, unit: int, num_bytes: int, category: int, comm: tuple[int, int]) -> bool:
+    def takes(
+        self, kind: int, edge: int, unit: int, num_bytes: int, category: int, comm: tuple[int, int], module: int
+    ) -> bool:
         """Account for a row; return False if it ends a collective that began on the record, and so must be recorded."""
         if category != NO_CATEGORY:
-            self.deltas[category, unit] += num_bytes
+            self.deltas[category, unit, module] += num_bytes
         state = STATE_AFTER.get((Kind(kind), Edge(edge)))
         if state is not None and unit >= 0:
             self.states[unit] = state
@@ -215,9 +217,10 @@ class Recorder:
             if mark is not None:
                 self._ends[comm.seq, self._groups.get(comm.group, -1)] = mark
 
-    def memory(self, category: Category, unit: int, delta_bytes: int) -> None:
+    def memory(self, category: Category, unit: int, delta_bytes: int, owner: str = "") -> None:
         """Record bytes (signed, not 0) that were allocated or freed."""
-        self._append(_ALLOC if delta_bytes > 0 else _FREE, _INSTANT, unit, delta_bytes, category)
+        module = self._intern(owner) if owner else -1
+        self._append(_ALLOC if delta_bytes > 0 else _FREE, _INSTANT, unit, delta_bytes, category, module=module)
 
     def phase(self, phase: Phase) -> None:
         """Stamp the rows that follow with ``phase``."""
@@ -413,9 +416,10 @@ class Recorder:
 
     def _settle(self, left: _Unrecorded) -> None:
         """Record the lasting effects of what ran off the record."""
-        for (category, unit), delta_bytes in left.deltas.items():
+        for (category, unit, module), delta_bytes in left.deltas.items():
             if delta_bytes:
-                self.memory(Category(category), unit, delta_bytes)
+                kind = _ALLOC if delta_bytes > 0 else _FREE
+                self._append(kind, _INSTANT, unit, delta_bytes, category, module=module)
         for unit, state in left.states.items():
             if state == self._key_frame.unit_states.get(unit, UnitState.SHARDED):
                 continue
@@ -473,7 +477,9 @@ class Recorder:
         """
         if self._unrecorded is not None:
             with self._lock:
-                if self._unrecorded is not None and self._unrecorded.takes(kind, edge, unit, num_bytes, category, comm):
+                if self._unrecorded is not None and self._unrecorded.takes(
+                    kind, edge, unit, num_bytes, category, comm, module
+                ):
                     if mark is not None:
                         mark.row = NOBODYS
                     return
