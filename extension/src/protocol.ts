@@ -563,6 +563,7 @@ export interface DrawMemory {
   readonly steps?: number | null;
   readonly rank?: number | null;
   readonly process?: boolean | null;
+  readonly by?: string | null;
   readonly talk?: boolean | null;
 }
 

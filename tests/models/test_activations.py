@@ -194,3 +194,92 @@ def test_what_forward_keeps_belongs_to_its_modules(watch, name):
         assert events.peak[Category.ACTIVATIONS] == sum(expected.values()) + AGAIN.get(name, 0)
         del loss
         assert events.live[Category.ACTIVATIONS] == 0
+
+
+def test_activations_are_split_by_the_operation_that_made_them(watch):
+    model, x = Attention(), rows(2, 4, D)
+    with recording() as events:
+        watch.before_backward(model(x).sum())
+    found = Counter()
+    for text, delta in events.owners:
+        found[Activation.from_text(text).op] += max(delta, 0)
+    assert found == {
+        "native_layer_norm": ROW + 2 * (ROW + 64),  # of them the input, which has no gradient
+        "addmm": 3 * ROW + 4 * ROW,
+        "scaled_dot_product_flash_attention_for_cpu": ROW + 64,
+        "add": ROW,
+        "gelu": 4 * ROW,
+    }
+
+
+class Function(torch.autograd.Function):
+    """A function of the program's own, whose backward reads what it put on the parameter."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight.factor, (grad * x).sum(0)
+
+
+def changed_in_place(weight):
+    y = rows(requires_grad=True) * 2
+    z = y * y
+    y.add_(1)
+    return z
+
+
+def within_a_transform(weight):
+    x = rows(requires_grad=True)
+    return x * torch.func.grad(lambda a: (a.sin() * weight).sum())(x)
+
+
+def by_a_function(weight):
+    weight.factor = 2
+    return Function.apply(rows(requires_grad=True), weight)
+
+
+@pytest.mark.parametrize(
+    ("run", "error"),
+    [
+        (changed_in_place, "modified by an inplace operation"),
+        (within_a_transform, ""),
+        (by_a_function, ""),
+    ],
+)
+def test_a_program_does_not_notice(watch, run, error):
+    weight = nn.Parameter(torch.ones(D))
+    with recording() as events:
+        loss = run(weight).sum()
+        if error:
+            with pytest.raises(RuntimeError, match=error):
+                loss.backward()
+        else:
+            loss.backward()
+        assert events.peak[Category.ACTIVATIONS] > 0
+        del loss
+        assert events.live[Category.ACTIVATIONS] == 0
+
+
+def test_what_the_program_holds_on_to_counts_until_its_graph_is_gone(watch):
+    model, x = chain(), rows()
+    with recording() as events:
+        hidden = model[1](model[0](x))
+        loss = model[2](hidden).sum()
+        loss.backward(retain_graph=True)
+        assert events.live[Category.ACTIVATIONS] == 3 * ROW
+        loss.backward()
+        assert events.live[Category.ACTIVATIONS] == 3 * ROW  # the program has x and hidden, and the graph exists
+        del loss, hidden
+        assert events.live[Category.ACTIVATIONS] == 0
+
+
+def test_a_compiler_sees_the_original_call_alone(watch, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with recording() as events:
+        chain()(rows())
+    assert not events.owners

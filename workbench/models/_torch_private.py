@@ -887,8 +887,8 @@ def kept_by(node: torch.autograd.graph.Node) -> Iterator[object]:
         for name in names_of_kept(type(node)):
             found = getattr(node, name)
             for each in found if isinstance(found, (tuple, list)) else (found,):
-                if each is not None:
-                    yield each.data
+                if each is not None and (kept := each.data) is not None:
+                    yield kept
     except RuntimeError:  # its backward has run
         return
 

@@ -42,6 +42,7 @@ RECOMPUTED = "recomputed"
 
 _COMPILED = ("_orig_mod",)  # under which torch.compile's wrapper holds its module
 _INPUT = "input"
+_SAME_STORAGE = "unsafe_view"  # an operation that makes no storage, and whose result does not count as a view
 _KEY = "workbench"
 Node = torch.autograd.graph.Node
 _LEAF = type(torch.zeros((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
@@ -242,7 +243,7 @@ class ActivationWatch:
         """Count what a node keeps on the device that computes; return whether some of it is no tensor."""
         is_opaque = False
         for kept in kept_by(node):
-            is_opaque |= not (kept is None or isinstance(kept, (torch.Tensor, tuple, list)))
+            is_opaque |= not isinstance(kept, (torch.Tensor, tuple, list))
             for tensor, storage in _leaves(kept):
                 if tensor.is_cpu == on_cpu:
                     known = self._known.get(id(storage))
@@ -309,6 +310,8 @@ def _owner(tensor: torch.Tensor, keeper: _Keeper) -> str:
     """Return the owner of a tensor that a node keeps, as text."""
     node: Any = whole_of(tensor).grad_fn
     maker = keeper if node is None else node.metadata.get(_KEY, keeper)
+    if maker.op == _SAME_STORAGE and node is not None and node.next_functions[0][0] is not None:
+        maker = node.next_functions[0][0].metadata.get(_KEY, maker)  # such as a Linear's addmm
     return _text(maker.module, maker.op, keeper.module)
 
 

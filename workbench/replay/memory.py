@@ -206,6 +206,7 @@ class Peak:
         unsharded_units: units whose full parameters were in memory.
         in_flight: units whose all-gather was under way.
         reducing: units whose gradients were being reduced.
+        is_loss: whether that row counts what autograd keeps of no unit's forward, such as a loss's.
     """
 
     num_bytes: int
@@ -218,6 +219,7 @@ class Peak:
     unsharded_units: tuple[int, ...]
     in_flight: tuple[int, ...]
     reducing: tuple[int, ...]
+    is_loss: bool = False
 
 
 def peak(rank_trace: RankTrace) -> Peak:
@@ -238,6 +240,7 @@ def peak(rank_trace: RankTrace) -> Peak:
         unsharded_units=unsharded,
         in_flight=in_flight,
         reducing=reducing,
+        is_loss=bool(row["category"] == Category.ACTIVATIONS and row["num_bytes"] > 0 and row["phase"] == Phase.IDLE),
     )
 
 
@@ -283,6 +286,8 @@ def _nearest(rows: Rows, edge: Edge, which: int, default: int) -> int:
 
 def moment(header: Header, found: Peak) -> str:
     """Return what a rank was doing at a peak, such as ``"backward of blocks.3"``; plain text, names not escaped."""
+    if found.is_loss:
+        return "between forward and backward"
     in_unit = found.unit >= 0 and found.phase not in (Phase.IDLE, Phase.OPTIMIZER)
     return found.phase.info.doing + (f" of {unit_name(header, found.unit)}" if in_unit else "")
 

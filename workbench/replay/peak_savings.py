@@ -12,13 +12,16 @@ that only moves the peak elsewhere counts as what it is.
   after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
 - *smaller units*: the largest unit at the peak, in parts; its largest part stays. At most.
+- *checkpointing*: what a numbered module such as ``blocks.2`` makes and keeps itself is not there from its forward to
+  the begin of its backward. Its input stays, as another module makes it. At most: its output stays as well.
 
 Arrays: ``M`` rows that move bytes. Times are nanoseconds.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -26,7 +29,8 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import MOVES, Category, Edge, Kind, Unit
+from workbench.events import MOVES, Category, Edge, Kind, Phase, Unit
+from workbench.replay.activations import block_of, moves, owners
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
 from workbench.replay.spans import Ints, of_kind
@@ -48,6 +52,7 @@ class Knob(Enum):
     FEWER_AHEAD = "fewer units ahead"
     OFFLOAD = "offload"
     SMALLER_UNITS = "smaller units"
+    CHECKPOINT = "checkpointing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,7 @@ class Saving:
         saved_bytes: how much lower that is.
         is_bound: whether it is only the most that it saves.
         units: the units that it changes.
+        modules: the list of modules that it changes, such as ``"blocks"``; empty: none.
         more_calls: all-gathers that a step has in addition.
         more_bytes: their payload.
         more_ns: what they take if nothing overlaps with them, by those of the step; 0: unknown.
@@ -70,6 +76,7 @@ class Saving:
     saved_bytes: int
     is_bound: bool = False
     units: tuple[int, ...] = ()
+    modules: str = ""
     more_calls: int = 0
     more_bytes: int = 0
     more_ns: int = 0
@@ -96,15 +103,16 @@ def savings(
         on_device: whether the rank computes on a device with memory of its own.
     """
     units = {unit.index: unit for unit in header.units if unit.in_use and unit.runner.splits}
-    if not units:
-        return ()
-    known = [
-        _reshard(part, found, units),
-        _fewer_ahead(header, part, found, at_peak),
-        _offload(found, units) if on_device else None,
-        _smaller(header, part, found, at_peak),
-        _precision(part, found, units),
-    ]
+    known = [_checkpoint(header, part, found)]
+    if units:
+        known = [
+            _reshard(part, found, units),
+            _fewer_ahead(header, part, found, at_peak),
+            _offload(found, units) if on_device else None,
+            _smaller(header, part, found, at_peak),
+            *known,
+            _precision(part, found, units),
+        ]
     return tuple(saving for saving in known if saving is not None and saving.saved_bytes > 0)
 
 
@@ -177,7 +185,10 @@ def _edits(rows: Rows, kept: dict[int, list[tuple[int, int, int]]], units: Seque
         full, buffer = _full_bytes(rows, unit), _gather_buffer(rows, unit)
         for end, ahead, begin in kept[unit]:
             edits += [(end, -full), (ahead, buffer), (begin, full), (begin, -buffer)]
-    edits.sort(key=lambda edit: edit[0])
+    return _edits_of(sorted(edits, key=lambda edit: edit[0]))
+
+
+def _edits_of(edits: Sequence[tuple[int, int]]) -> _Edits:
     return _Edits(place=tuple(place for place, _ in edits), num_bytes=tuple(size for _, size in edits))
 
 
@@ -266,6 +277,30 @@ def parts_of(unit: Unit) -> Counter[str]:
             if "." in inner:
                 found[prefix + inner.partition(".")[0]] += prod(shape)
     return found
+
+
+def _checkpoint(header: Header, part: RankTrace, found: Peak) -> Saving | None:
+    """Return what checkpointing each module of a numbered list saves, of the list for which it is most."""
+    rows = part.rows
+    places = moves(rows)
+    edits: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    dropped = Counter[str]()  # of each block, until its backward computes it again
+    for place, owner in zip(places.tolist(), owners(header, rows[places]), strict=True):
+        block = block_of(owner.module) if owner is not None else ""
+        if owner is None or not block or owner.module == block_of(owner.kept_by) or block != block_of(owner.kept_by):
+            continue
+        name, num_bytes = re.sub(r"\.?\d+$", "", block), int(rows["num_bytes"][place])
+        if rows["kind"][place] == Kind.ALLOC and rows["phase"][place] == Phase.FORWARD:
+            edits[name].append((place, -num_bytes))
+            dropped[block] += num_bytes
+        elif num_bytes < 0 and dropped[block]:
+            edits[name].append((place, dropped.pop(block)))
+    known = [(peak_with(part, _edits_of(some)), name) for name, some in edits.items()]
+    if not known:
+        return None
+    peak, name = min(known)
+    saved = found.num_bytes - peak
+    return Saving(knob=Knob.CHECKPOINT, peak_bytes=peak, saved_bytes=saved, is_bound=True, modules=name)
 
 
 def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving | None:

@@ -9,7 +9,7 @@ from workbench.base.fault import Fault, listed
 from workbench.base.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.events import Category, Unit
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.replay import memory
+from workbench.replay import activations, memory
 from workbench.replay.event_marks import EventMark
 from workbench.replay.memory import Peak
 from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
@@ -31,6 +31,7 @@ _SETTINGS = (Knob.RESHARD, Knob.FEWER_AHEAD, Knob.OFFLOAD)
 """Knobs that change neither numbers nor the program."""
 
 _MAX_UNITS = 6  # named one by one
+_MAX_PARTS = 4  # of a model, whose activations are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,8 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     moment = EventMark(rank=part.rank, first_seq=found.seq, last_seq=found.seq)
     since = {line: _until(moment, at_peak[unit]) for line, unit in _units(header, at_peak).items()}
     lines = [*_others(peaks, part), *map(price_words, worth)]
-    evidence: Evidence = {_classes(found): moment, **since, **dict.fromkeys(lines)}
+    kept = _activations(header, trace.rank(part.rank), found)
+    evidence: Evidence = {_classes(found): moment, **dict.fromkeys(kept, moment), **since, **dict.fromkeys(lines)}
     fix = next((each.line for each in worth if each.knob in _SETTINGS), "")
     answer = Fault(rule="peak", verdict=verdict, evidence=tuple(evidence), fix=fix)
     return PeakExplanation(
@@ -130,6 +132,7 @@ _PRICES = {
     Knob.FEWER_AHEAD: "for all-gathers that are issued later",
     Knob.OFFLOAD: "for copies between host and device in each step",
     Knob.SMALLER_UNITS: "for more and smaller collectives",
+    Knob.CHECKPOINT: "for one more forward of them in each step",
 }
 
 
@@ -171,6 +174,9 @@ def _in_words(header: Header, saving: Saving, models: Sequence[ModelInfo]) -> Pe
 def _line(header: Header, saving: Saving, unit: Unit, models: Sequence[ModelInfo]) -> str:
     """Return the line that turns a knob; empty if the engine that runs the unit has none."""
     name = model_of(unit, models)
+    if saving.knob is Knob.CHECKPOINT:
+        those = ".".join(filter(None, (name, saving.modules)))
+        return f"apply_activation_checkpointing({name}, check_fn=set({those}).__contains__) before sharding"
     if saving.knob is Knob.SMALLER_UNITS:
         largest = parts_of(unit).most_common(1)[0][0]
         inner = f'fully_shard({name}.get_submodule("{largest}"))'
@@ -207,6 +213,22 @@ def _classes(found: Peak) -> str:
         if size > 0 and category is not Category.RESERVED
     ]
     return ", ".join(parts)
+
+
+def _activations(header: Header, whole: RankTrace, found: Peak) -> list[str]:
+    """Return whose activations there are at a peak, as one line; none if they are not among its classes."""
+    total = found.bytes_by_category[Category.ACTIVATIONS]
+    if not total:
+        return []
+    kept = activations.kept_at(header, whole, found.seq)
+    by_module = activations.grouped(kept, "module", total)
+    parts = [f"{name} {format_bytes(size)}" for name, size in [*by_module.items()][:_MAX_PARTS]]
+    rest = total - sum([*by_module.values()][:_MAX_PARTS])
+    others = [f"others {format_bytes(rest)}"] if rest else []
+    return [
+        f"{format_bytes(total)} of {format_bytes(found.num_bytes)} at the peak are activations, kept for backward: "
+        f"{', '.join([*parts, *others])}"
+    ]
 
 
 def _units(header: Header, at_peak: Mapping[int, UnitHistory]) -> dict[str, int]:

@@ -9,8 +9,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from workbench.errors import UsageError
-from workbench.events import Category, Kind, Phase, Unit, UnitState, unit_words
-from workbench.replay import memory, process, states, training
+from workbench.events import Activation, Category, Kind, Phase, Unit, UnitState, unit_words
+from workbench.replay import activations, memory, process, states, training
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import Comparison
 from workbench.replay.device import ClockSource
@@ -118,6 +118,19 @@ def _layout(trace: Trace, words: dict[str, str], *, unit: str | None = None, **_
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptBytes:
+    """Activations of one owner.
+
+    Attributes:
+        owner: the owner.
+        num_bytes: its bytes.
+    """
+
+    owner: Activation
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Memory of one rank in some steps: bytes that the engine owns, and of the whole process if it was sampled.
 
@@ -125,6 +138,8 @@ class RankMemory:
         rank: the rank.
         peak_bytes: most bytes in use at once; memory that pools reserve is not in use.
         peak_bytes_by_category: bytes of each class at that moment.
+        peak_activations: activations at that moment by their owner, the largest first; what was kept from before the
+            trace's first event is not among them.
         peak_step: its step; None: outside.
         peak_phase: its phase.
         peak_unit: the unit at work; None: none.
@@ -139,6 +154,7 @@ class RankMemory:
     rank: int
     peak_bytes: int
     peak_bytes_by_category: Mapping[Category, int]
+    peak_activations: tuple[KeptBytes, ...]
     peak_step: int | None
     peak_phase: Phase
     peak_unit: str | None
@@ -171,11 +187,13 @@ def _memory(
     **_: object,
 ) -> MemoryReport:
     shown = window(trace, step, steps)
-    found = tuple(_rank_memory(trace.header, shown.cut(each)) for each in trace.ranks if rank in (None, each.rank))
+    found = tuple(
+        _rank_memory(trace.header, each, shown.cut(each)) for each in trace.ranks if rank in (None, each.rank)
+    )
     return MemoryReport(**words, first_step=shown.first, last_step=shown.last, ranks=found)
 
 
-def _rank_memory(header: Header, part: RankTrace) -> RankMemory:
+def _rank_memory(header: Header, whole: RankTrace, part: RankTrace) -> RankMemory:
     peak, sampled = memory.peak(part), process.series(header, part)
     last = memory.advance(memory.start(part.start), part.rows)
 
@@ -186,6 +204,10 @@ def _rank_memory(header: Header, part: RankTrace) -> RankMemory:
         rank=part.rank,
         peak_bytes=peak.num_bytes,
         peak_bytes_by_category=dict(zip(Category, peak.bytes_by_category, strict=True)),
+        peak_activations=tuple(
+            KeptBytes(owner=owner, num_bytes=num_bytes)
+            for owner, num_bytes in activations.kept_at(header, whole, peak.seq).items()
+        ),
         peak_step=_step(peak.step),
         peak_phase=peak.phase,
         peak_unit=_name(header, peak.unit),

@@ -1,7 +1,8 @@
 """Bytes of each class on a rank over time, and what the rank does at the peak.
 
-The bytes are those that the engine owns: exact, in the order in which the rank's program allocated them. Bytes kept for
-reuse are hatched above the line of the total in use. There is one panel per group of ranks with similar bytes.
+The bytes are those that the engine owns, and what autograd keeps for backward: exact, in the order in which the rank's
+program allocated them. Bytes kept for reuse are hatched above the line of the total in use. There is one panel per
+group of ranks with similar bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from plotly.subplots import make_subplots
 
 from workbench.base.text_formats import byte_unit, format_bytes, format_share, plural
+from workbench.errors import UsageError
 from workbench.events import Category, Edge, Kind, UnitState
+from workbench.replay import activations
 from workbench.replay import memory as live
 from workbench.replay.event_marks import EventMark
 from workbench.replay.grouping import label
@@ -50,6 +53,7 @@ _PANEL_HEIGHT = 330  # pixels
 _HEADROOM = 1.35  # of the axis over the highest peak: room for its label
 _FAR = 2.5  # an unsharded model beyond this many times the highest peak is not drawn: it would flatten the areas
 _MAX_MARKED_STEPS = 12
+_PART_HATCHES = ("", "\\", "x", "-", "|", ".")  # of the parts of the activations, the largest first
 _MAX_KEPT = 3  # listed units that are full from before
 
 
@@ -61,11 +65,13 @@ class MemoryPanel:
         ranks: the ranks it represents.
         shown: the drawn rank, the one with the highest peak; its rows in the window.
         peak: its peak.
+        by: how its activations are split; None: they are not.
     """
 
     ranks: tuple[int, ...]
     shown: RankTrace
     peak: Peak
+    by: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +90,7 @@ def memory(
     steps: int = 1,
     rank: int | None = None,
     process: bool = False,
+    by: str | None = None,
     marks: Marks = NO_MARKS,
 ) -> go.Figure:
     """Draw bytes by class over time, and name the peak.
@@ -94,16 +101,19 @@ def memory(
         steps: how many steps, up to that one.
         rank: show this rank alone; None: one rank of each group of alike ones.
         process: show the memory of the whole process as well, where it was sampled.
+        by: split the activations: by ``module`` that made them, or by ``op``.
         marks: events to mark, by the sentence that names them.
 
     Raises:
-        UsageError: the trace has nothing of ``step``, or no such rank.
+        UsageError: the trace has nothing of ``step``, or no such rank, or activations cannot be split so.
     """
+    if by not in (None, *activations.GROUPINGS):
+        raise UsageError(f"activations are split by {' or '.join(activations.GROUPINGS)}, not by {by!r}")
     shown = window(trace, step, steps)
     only = None if rank is None else one_rank(trace, rank).rank
     parts, cuts = shown.shown(trace)
     groups = _groups(trace, shown, [part for part in parts.ranks if only in (None, part.rank)])
-    panels = [_panel(trace, shown, group) for group in groups[:MAX_PANELS]]
+    panels = [replace(_panel(trace, shown, group), by=by) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
     unsharded = _unsharded(trace.header, [state for group in groups for _, state in group])
@@ -213,15 +223,24 @@ def _subtitle(
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _kept(header, top.shown),
-        "exact bytes owned by FSDP, in program order",
+        f"exact bytes owned by FSDP{' and kept for backward' if measured else ''}, in program order",
         engine_words(header),
-        "" if measured else "activations are not measured",
+        _kept_for_backward(header, top) if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
         f"pools keep up to {format_bytes(reserved)} more for reuse" if reserved else "",
         _unsharded_words(unsharded),
         *more,
     ]
     return theme.begun(theme.joined(sentences))
+
+
+def _kept_for_backward(header: Header, panel: MemoryPanel) -> str:
+    """Return whose activations there are at the peak, as text; empty if there are none."""
+    total = panel.peak.bytes_by_category[Category.ACTIVATIONS]
+    found = activations.grouped(activations.kept_at(header, panel.shown, panel.peak.seq), "module", total)
+    parts = [f"{theme.shorten(name)} {format_bytes(num_bytes)}" for name, num_bytes in found.items()][:_MAX_KEPT]
+    more = ", ..." if len(found) > _MAX_KEPT else ""
+    return f"activations at the peak: {', '.join(parts)}{more}" if total else ""
 
 
 def _unsharded_words(unsharded: dict[str, int]) -> str:
@@ -282,7 +301,8 @@ def _draw(
     rows_each = 2 if is_sampled else 1
     for row, panel in zip(range(1, rows_each * len(panels) + 1, rows_each), panels, strict=True):
         series = live.series(panel.shown, max_moments)
-        _add_areas(fig, panel, series, classes, scale, row)
+        areas = [area for each in classes for area in _areas(header, panel, series, each)]
+        _add_areas(fig, panel, series, areas, scale, row)
         fig.update_yaxes(title_text=f"memory [{scale.byte_unit}]", range=[0, high / scale.num_bytes], row=row, col=1)
         _add_peak(fig, header, panel, scale, row)
         add_phases(fig, panel.shown.rows, time, row=row, col=1)
@@ -321,26 +341,60 @@ def _moments(panel: MemoryPanel, t_ns: Ints, scale: Scale) -> NDArray[np.float64
     return scale.time(np.maximum.accumulate(np.append(t_ns, last_ns(panel.shown.rows))))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Area:
+    """An area of the picture: a class of bytes, or a part of the activations.
+
+    Attributes:
+        name: in the legend.
+        category: its class.
+        num_bytes: live bytes at each moment, ``[N]``.
+        hatch: pattern that tells it from the other parts; empty: plain.
+    """
+
+    name: str
+    category: Category
+    num_bytes: Ints
+    hatch: str = ""
+
+
+def _areas(header: Header, panel: MemoryPanel, series: MemorySeries, category: Category) -> list[Area]:
+    """Return the areas of a class: one, or of activations the largest groups at their peak, and the others."""
+    total, shown, by = series.num_bytes[:, category], panel.shown, panel.by
+    if by is None or category is not Category.ACTIVATIONS:
+        return [Area(name=category.words, category=category, num_bytes=total)]
+    top = int(np.argmax(total))
+    kept = activations.kept_at(header, shown, int(series.seq[top]))
+    found = activations.grouped(kept, by, int(total[top]))
+    names = [name for name in found if name != activations.UNKNOWN][: len(_PART_HATCHES) - 1]
+    parts = activations.series(header, shown, series.seq, names, by)
+    return [
+        Area(name=f"{category.words}: {theme.shorten(name)}", category=category, num_bytes=parts[:, place], hatch=hatch)
+        for place, (name, hatch) in enumerate(zip([*names, "others"], _PART_HATCHES, strict=False))
+        if parts[:, place].any()
+    ]
+
+
 def _add_areas(
-    fig: go.Figure, panel: MemoryPanel, series: MemorySeries, classes: Sequence[Category], scale: Scale, row: int
+    fig: go.Figure, panel: MemoryPanel, series: MemorySeries, areas: Sequence[Area], scale: Scale, row: int
 ) -> None:
-    """Stack the classes in order, the first at the bottom; RESERVED is last, above the line of the total in use."""
+    """Stack the areas in order, the first at the bottom; RESERVED is last, above the line of the total in use."""
     common = {
         "x": _moments(panel, series.t_ns, scale),
         "mode": "lines",
         "showlegend": row == 1,
         "hovertemplate": f"%{{y:.4g}} {scale.byte_unit}",
     }
-    for category in classes:
-        colour, amount = theme.CATEGORY_COLOURS[category], series.num_bytes[:, category] / scale.num_bytes
+    for area in areas:
+        colour, amount = theme.CATEGORY_COLOURS[area.category], area.num_bytes / scale.num_bytes
         fig.add_scatter(
             **common,
             y=np.append(amount, amount[-1]),
-            name=category.words,
-            legendgroup=category.name,
+            name=theme.escape(area.name),
+            legendgroup=f"{area.category.name} {area.name}",
             stackgroup="live",
             line={"shape": "hv", "width": 0, "color": colour},
-            **_fill(category),
+            **_fill(area),
             row=row,
             col=1,
         )
@@ -351,13 +405,16 @@ def _add_areas(
     )
 
 
-def _fill(category: Category) -> dict[str, object]:
-    """Return the fill of an area: plain, or hatched like padding for unused bytes."""
-    colour = theme.CATEGORY_COLOURS[category]
-    if category is not Category.RESERVED:
+def _fill(area: Area) -> dict[str, object]:
+    """Return the fill of an area: plain, hatched like padding for unused bytes, or hatched as a part of a class."""
+    colour = theme.CATEGORY_COLOURS[area.category]
+    if area.category is Category.RESERVED:
+        hatch = {"shape": "/", "fgcolor": colour, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
+        return {"fillcolor": theme.CLEAR, "fillpattern": hatch}
+    if not area.hatch:
         return {"fillcolor": colour}
-    hatch = {"shape": "/", "fgcolor": colour, "bgcolor": theme.CLEAR, "size": 7, "solidity": 0.2}
-    return {"fillcolor": theme.CLEAR, "fillpattern": hatch}
+    hatch = {"shape": area.hatch, "fgcolor": theme.INK, "bgcolor": colour, "size": 8, "solidity": 0.12}
+    return {"fillcolor": colour, "fillpattern": hatch}
 
 
 def _place(row: int, x: float, y: float) -> dict[str, object]:
