@@ -95,7 +95,7 @@ _MORE = {
     "states": "`--unit blocks.2`: only this unit",
     "comms": "`--unit blocks.2`: only this unit",
     "timeline": "`--canvas`: the whole run, live, to pan and zoom",
-    "memory": "`--process`: also the memory of the whole process",
+    "memory": "`--process`: also the memory of the whole process; `--by module` or `--by op`: whose activations",
 }
 
 

@@ -18,7 +18,7 @@ from workbench.engine.event_source import SOURCE
 from workbench.events import ENGINES, Engine
 from workbench.models import c10d
 from workbench.models._torch_private import observe_calls, stop_observing_groups
-from workbench.models.activations import ActivationWatch
+from workbench.models.activation_watch import ActivationWatch
 from workbench.models.c10d import CollectiveWatch
 from workbench.models.ours import WorkbenchModel
 from workbench.models.own import reset_all

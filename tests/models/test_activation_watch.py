@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tests.helpers.recording_probe import recording
 from workbench.events import Activation, Category
-from workbench.models.activations import OUTSIDE, ActivationWatch
+from workbench.models.activation_watch import OUTSIDE, ActivationWatch
 from workbench.models.patches import Patches
 
 B, D = 8, 16
