@@ -18,6 +18,7 @@ import { shardsIcon } from "./icon";
 import { insertLoad, LOAD } from "./load";
 import { Notebooks } from "./notebooks";
 import { DEFAULTS, settingsOf } from "./settings";
+import { keepStills } from "./stills";
 import { Pictures } from "./pictures";
 import { Sidebar, StatusItem } from "./sidebar";
 
@@ -43,6 +44,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
     statusBar: IStatusBar | null,
   ) => {
     followWidths(rendermime);
+    keepStills(tracker);
     const notebooks = new Notebooks(tracker, about.version);
     const pictures = new Pictures(app, rendermime);
     const sidebar = new Sidebar(notebooks, pictures, app.commands, DEFAULTS, stored);
