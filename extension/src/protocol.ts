@@ -215,6 +215,7 @@ export interface ModelInfo {
   readonly suggested: readonly string[];
   readonly policy: ModelPolicy | null;
   readonly units: readonly number[];
+  readonly never_cleared: readonly string[];
 }
 
 export interface Model extends ModelInfo { readonly ranks: readonly number[]; }

@@ -234,6 +234,7 @@ export const ANSWERS = {
           0,
           1
         ],
+        "never_cleared": [],
         "ranks": [
           0,
           1

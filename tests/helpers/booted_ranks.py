@@ -63,7 +63,8 @@ def execute(command):
 
 def models_here():
     """Return the descriptions of the models among this rank's variables."""
-    return shard_planning.models(rank_module._this_rank().watch.models_in)
+    here = rank_module._this_rank()
+    return shard_planning.models(here.watch.models_in, here.history.never_cleared)
 
 
 def drain(next_seq=0, version=0):

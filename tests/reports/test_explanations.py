@@ -110,6 +110,14 @@ def test_nothing_is_wrong_with_a_clean_run(setup):
     assert "is slow" not in explain(trace).headline
 
 
+def test_gradients_that_nothing_clears_come_before_a_straggler():
+    trace = simulate(Setup(num_ranks=2, steps=8, slow=1))
+    found = explain(trace, models=[replace(NET, never_cleared=("opt",))], is_live=True)
+    assert found.problem == "nothing clears the gradients that opt has used, and the next backward adds to them"
+    assert [fault.rule for fault in found.faults] == ["no-zero-grad", "slow-rank"]
+    assert found.answer.fix.endswith("opt.zero_grad()")
+
+
 def test_with_few_steps_no_rank_is_called_slow():
     found = explain(simulate(Setup(num_ranks=2, steps=3, slow=1)), is_live=True)
     assert found.faults == ()

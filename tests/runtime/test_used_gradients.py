@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers.booted_ranks import execute, namespace, run
+from tests.helpers.booted_ranks import execute, models_here, namespace, run
 from workbench import engine as ours
 from workbench.engine import classic
 from workbench.protocol.commands import Step, StepReply
@@ -232,6 +232,9 @@ def other_loops():
     ns["opt"] = torch.optim.SGD(model.parameters(), lr=0.01)
     ns["train_step"] = lambda: forgotten(model, ns["opt"])
     replies["forgotten"] = execute(Step(count=5))["never_cleared"]
+    ns["model"], ns["other"] = model, net()
+    named = {each.name: each.never_cleared for each in models_here()}
+    assert (named["model"], named["other"]) == (("opt",), ())  # which explain reads
     ns["train_step"] = lambda: cleared_first(model, ns["opt"])
     replies["corrected"] = execute(Step(count=5))["never_cleared"]
     ns["train_step"] = lambda: forgotten(model, ns["opt"])

@@ -276,6 +276,7 @@ class ModelInfo:
         suggested: those that ``shard`` takes if none is named.
         policy: how it is sharded; None: it is not.
         units: its units, by the numbers that they have in a trace.
+        never_cleared: its optimizers, by variable, whose newest steps used gradients of the step before again.
     """
 
     name: str
@@ -288,6 +289,7 @@ class ModelInfo:
     suggested: tuple[str, ...]
     policy: ModelPolicy | None = None
     units: tuple[int, ...] = ()
+    never_cleared: tuple[str, ...] = ()
 
 
 @request("models", looks=True)

@@ -1,8 +1,8 @@
 """Why: the peak, the time of a step, the waits, a unit or a rank, in words and with the picture that shows it. Pure.
 
-Each answer is a verdict, the evidence, and what to type. Only a loss that is not finite, gradients that were not
-reduced and a slow rank are faults; the other answers say what is there. ``docs/explain.md`` describes how each number
-is computed.
+Each answer is a verdict, the evidence, and what to type. Only a loss that is not finite, gradients that were used again
+or not reduced, and a slow rank are faults; the other answers say what is there. ``docs/explain.md`` describes how each
+number is computed.
 """
 
 from __future__ import annotations
@@ -151,16 +151,31 @@ def _not_finite(study: StepStudy) -> Fault | None:
     )
 
 
+def _never_cleared(study: StepStudy) -> list[Fault]:
+    """Return the optimizers of the ranks' models whose steps use the gradients of earlier steps again."""
+    names = dict.fromkeys(name for model in study.models for name in model.never_cleared)
+    return [
+        Fault(
+            rule="no-zero-grad",
+            verdict=f"nothing clears the gradients that {name} has used, and the next backward adds to them",
+            evidence=(f"the newest steps of {name} used the gradients of the step before again",),
+            fix=f"once in each step, before backward or after {name}.step(): {name}.zero_grad()",
+        )
+        for name in names
+    ]
+
+
 def _primary(study: StepStudy) -> ExplainReport:
     """Return what matters most.
 
-    A loss that is not finite, units that were not reduced, a slow rank, waits that a setting avoids, then memory that
-    one frees.
+    A loss that is not finite, gradients that are used again, units that were not reduced, a slow rank, waits that a
+    setting avoids, then memory that one frees.
     """
     loss = _not_finite(study)
-    if loss is not None:
-        report = study.report("", loss, Picture(view="training"), {})
-        return replace(report, faults=(loss, *report.faults))
+    wrong = [*([] if loss is None else [loss]), *_never_cleared(study)]
+    if wrong:
+        report = study.report("", wrong[0], Picture(view="training"), {})
+        return replace(report, faults=(*wrong, *report.faults))
     if study.missing:
         return peak_report(study, "")
     if study.fault is not None:

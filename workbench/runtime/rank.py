@@ -217,7 +217,7 @@ class RankRuntime:
                     classes=tuple(sharding.class_names()),
                 )
             case ListModels():
-                answer = shard_planning.models(self.watch.models_in)
+                answer = shard_planning.models(self.watch.models_in, self.history.never_cleared)
             case Plan(command=command):
                 answer = self.plan(command)
             case GiveUp(reason=reason):

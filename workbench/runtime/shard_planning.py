@@ -44,10 +44,11 @@ ModelsIn = Callable[[nn.Module], Sequence[ShardedModel]]
 """Returns a model as the engines that run parts of it see them."""
 
 
-def models(models_in: ModelsIn) -> tuple[ModelInfo, ...]:
+def models(models_in: ModelsIn, never_cleared: Callable[[nn.Module], tuple[str, ...]]) -> tuple[ModelInfo, ...]:
     """Return the models among the cells' variables, by name; none while a cell is building one."""
     try:
-        return tuple(_model(name, find_module(name), models_in) for name in module_names())
+        found = [(name, find_module(name)) for name in module_names()]
+        return tuple(replace(_model(name, each, models_in), never_cleared=never_cleared(each)) for name, each in found)
     except (RuntimeError, UsageError):  # a cell is building or dropping one at this moment
         return ()
 

@@ -215,11 +215,12 @@ class TrainingHistory:
         for past in tuple(self.optimizers.values()):
             past.added_to = None
 
-    def never_cleared(self) -> tuple[str, ...]:
-        """Return the optimizers, by their variables, whose gradients nothing clears between steps."""
+    def never_cleared(self, model: nn.Module | None = None) -> tuple[str, ...]:
+        """Return the optimizers, of one model or of all, by their variables, whose gradients nothing clears."""
         names = {id(value): name for name, value in variables().items() if isinstance(value, Optimizer)}
         found = (each for each, past in tuple(self.optimizers.items()) if past.added_to is not None)
-        return tuple(names.get(id(each), "the optimizer") for each in found)
+        meant = (each for each in found if model is None or _holds_some(each, model))
+        return tuple(names.get(id(each), "the optimizer") for each in meant)
 
     def _pending(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the units whose gradients are not reduced, of which an optimizer holds parameters."""
