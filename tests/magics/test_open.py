@@ -9,7 +9,7 @@ from tests.helpers.trace_strategies import example_trace
 from workbench import workbench as workbench_module
 from workbench.errors import UsageError
 from workbench.live.long_poll import mark
-from workbench.magics.display_output import WIDGET_MIME
+from workbench.session.outputs import WIDGET_MIME
 from workbench.trace import load, save
 from workbench.trace.recording import RecordingWriter, RunEnd, RunStart
 from workbench.views import VIEWS

@@ -10,9 +10,9 @@ from workbench import load_ipython_extension, unload_ipython_extension
 from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
-from workbench.magics.display_output import WIDGET_MIME
 from workbench.protocol.example import EXAMPLE, INSERTED
 from workbench.reports.results import ShardReport
+from workbench.session.outputs import WIDGET_MIME, WIDGET_NOTE
 from workbench.session.waiter import ASK_S
 from workbench.views.theme import PLOTLY_MIME
 from workbench.workbench import Workbench
@@ -246,7 +246,7 @@ def test_rich_output_of_the_first_rank_is_shown(notebook):
     widget = Output("result", data={WIDGET_MIME: {"model_id": "1"}, "text/plain": "Slider()"})
     notebook.fake.script["cell"] = writes(picture, update, widget, Output("stderr", text="warning\n"), Output("clear"))
     cell = notebook.ok("%%fsdp\nplot()")
-    assert [data.get("text/plain") for data in cell.shown[:3]] == ["<Figure>", "newer", "Slider()"]
+    assert [data.get("text/plain") for data in cell.shown[:3]] == ["<Figure>", "newer", f"Slider() {WIDGET_NOTE}"]
     assert cell.shown[0]["image/png"] == "abc"
     assert cell.shown[0]["transient"] == cell.shown[1]["transient"] == {"display_id": "d"}
     assert cell.shown[1]["update"]

@@ -1,4 +1,4 @@
-"""Bars of tqdm.auto in a process with ipykernel, like a rank's."""
+"""Bars of tqdm.auto and tqdm.notebook in a process with ipykernel, like a rank's."""
 
 import subprocess
 import sys
@@ -13,12 +13,17 @@ from tqdm.auto import tqdm, trange
 from tqdm.autonotebook import tqdm as other
 from tqdm.std import tqdm as text
 assert issubclass(tqdm, text) and other is text, (tqdm, other)
+import tqdm as package, tqdm.notebook
+from tqdm.notebook import tnrange, tqdm_notebook
+assert package.notebook.tqdm is tqdm_notebook is text
+assert list(tnrange(2)) == [0, 1]
+from tqdm.auto import tqdm
 for _ in tqdm(range(3)):
     pass
 """
 
 
-def test_a_bar_of_tqdm_auto_is_text():
+def test_bars_of_tqdm_are_text():
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", ON_A_RANK], check=False, capture_output=True, text=True
     )

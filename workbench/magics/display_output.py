@@ -11,7 +11,6 @@ from typing import Any
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending_replies import Output
-from workbench.reports.per_rank_tabs import WIDGET_MIME
 from workbench.widgets.progress import in_notebook
 
 _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
@@ -38,10 +37,8 @@ def emit(output: Output) -> None:
     elif output.kind == "clear":
         clear_output(wait=True)  # type: ignore[no-untyped-call]
     else:
-        # a widget of a rank has no counterpart here: show its text
-        data = {mime: value for mime, value in output.data.items() if mime != WIDGET_MIME}
         named = {"display_id": output.display_id} if output.display_id else {}
-        publish(data, output.metadata, update=output.kind == "update", **named)
+        publish(output.data, output.metadata, update=output.kind == "update", **named)
 
 
 def log(output: Output) -> None:

@@ -34,9 +34,6 @@ FEW_CHARS = 2_500
 ALL_DISPLAY_CHARS = 8_000_000
 """Characters kept of the displays of all panes together; of older ones, the text remains."""
 
-WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
-"""A widget of a rank, which no front end can reach; its text is shown."""
-
 TABS = "--- ranks differ:"
 """Replaces the tabs in plain text."""
 

@@ -30,6 +30,12 @@ CHARS_A_SECOND = 500_000
 COMPARED_CHARS = 4_000
 """Characters that are compared at once."""
 
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+"""A widget of a rank, which no front end can reach."""
+
+WIDGET_NOTE = "(widgets of ranks are text: make them in a cell without %%fsdp)"
+"""Follows the text of a widget."""
+
 OnOutput = Callable[[Output], None]
 
 
@@ -47,8 +53,16 @@ def text_of(outputs: Iterable[Output]) -> str:
 def _is_text(output: Output) -> bool:
     """Return whether the output consists of text only."""
     if output.kind in {"display", "result"} and not output.display_id:
-        return output.data.keys() - {per_rank_tabs.WIDGET_MIME} == {"text/plain"}
+        return output.data.keys() == {"text/plain"}
     return output.kind in {"stdout", "stderr"}
+
+
+def _without_widget(output: Output) -> Output:
+    """Return a widget as its text and what to do instead; anything else as it is."""
+    if WIDGET_MIME not in output.data:
+        return output
+    data = {mime: value for mime, value in output.data.items() if mime != WIDGET_MIME}
+    return replace(output, data=data | {"text/plain": f"{data.get('text/plain', 'a widget')} {WIDGET_NOTE}"})
 
 
 def written_at_once(texts: Mapping[int, str], on_output: OnOutput) -> str:
@@ -242,7 +256,7 @@ class Stream:
     def _take(self) -> None:
         """Read the new output of all ranks and compare it."""
         for number, rank in self._ranks.items():
-            for output in self._pending.outputs(number, rank.num_seen):
+            for output in map(_without_widget, self._pending.outputs(number, rank.num_seen)):
                 rank.num_seen += 1
                 begin = len(rank)
                 rank.add(self._as_text(rank, output))
@@ -258,11 +272,10 @@ class Stream:
             return CLEARED
         if _is_text(output):
             return text_of([output])
-        data = {mime: value for mime, value in output.data.items() if mime != per_rank_tabs.WIDGET_MIME}
         if output.kind == "update" and output.display_id not in rank.slots:
             return ""
-        name = per_rank_tabs.name_of(data)
-        self._displays.setdefault(name, data)
+        name = per_rank_tabs.name_of(output.data)
+        self._displays.setdefault(name, output.data)
         if not output.display_id:
             rank.displays.append((len(rank.text), name, output))
             return per_rank_tabs.token(name)
