@@ -888,10 +888,12 @@ class Workbench:
         return self._started().where(stacks=stacks)
 
     def inspect(self, fqn: str) -> InspectReport:
-        """Return what every stopped rank holds of the parameter ``fqn``: shard, gradient, optimizer state and more.
+        """Return what every rank holds of the parameter ``fqn``: shard, gradient, optimizer state and more.
+
+        Ranks are between steps, or stopped inside one; of the latter, those that are held in the gate.
 
         Raises:
-            UsageError: nothing is stopped, or there is no such parameter.
+            UsageError: the ranks are at work, or there is no such parameter.
         """
         inside = self._started().do_inside("inspect", Inspect(fqn), None)
         if inside.error is not None:

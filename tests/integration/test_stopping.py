@@ -104,6 +104,15 @@ def test_the_classes_that_wrap_may_name(ready):
     assert {names.classes for names in ready.names().values()} == {expected}
 
 
+def test_a_parameter_can_be_inspected_between_steps(ready):
+    ready.step(2)
+    report = ready.inspect("blocks.1.mlp.0.weight")
+    assert {rank: found.shard.num_rows for rank, found in report.by_rank.items()} == {0: 16, 1: 16}
+    assert report.by_rank[0].optimizers
+    with pytest.raises(UsageError, match=r"nearest first: blocks\.1\.mlp\.0\.weight"):
+        ready.inspect("blocks.1.mlp.0.wieght")
+
+
 def test_looking_around_inside_the_step(ready):
     ready.step(1, until="backward:blocks.1")
     assert ready.evaluate("1 + 1").texts == {0: "2", 1: "2"}

@@ -177,7 +177,7 @@ def test_the_next_command_reports_ended_background_steps(stoppable):
 
 
 def test_commands_while_nothing_is_stopped(stoppable):
-    for word in ("next", "continue", "inspect x", "eval x"):
+    for word in ("next", "continue", "eval x"):
         reported = f"{word.partition(' ')[0]}: no step is stopped; stop one with %fsdp step --until"
         assert reported in stoppable.run(f"%fsdp {word}").out
     for word in ("pause", "abort"):

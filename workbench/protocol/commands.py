@@ -789,7 +789,7 @@ class Break(Command):
 
 @command("inspect blocks.2.mlp.0.weight")
 class Inspect(Command):
-    """Show each stopped rank's shard of a parameter, in a table."""
+    """Show each rank's shard of a parameter, between steps or inside a stopped one, in a table."""
 
     fqn: str = argument("a parameter, such as blocks.2.mlp.0.weight", kw_only=False, metavar="FQN", completes="fqns")
 

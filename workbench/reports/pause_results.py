@@ -283,7 +283,7 @@ class EvalReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectReport(Report):
-    """A parameter as every stopped rank has it.
+    """A parameter as every rank has it, between steps or inside a stopped one.
 
     Attributes:
         fqn: its name.

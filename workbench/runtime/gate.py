@@ -26,7 +26,7 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Comm, Edge, Kind, unit_words
 from workbench.protocol.breakpoints import Breakpoint
-from workbench.protocol.commands import Continue, Next, Pause
+from workbench.protocol.commands import Continue, Inspect, Next, Pause
 from workbench.protocol.rank_messages import Forget, Hold, Job, JobReply, RunTo, SetBreakpoints, StepPosition
 from workbench.runtime import breakpoint_matching, held_eval
 from workbench.runtime.breakpoint_matching import ArmedBreakpoint, PendingEvent, StopTargets
@@ -317,11 +317,16 @@ class Gate:
         self._inbox.put(None)
 
     def request(self, request: GateRequest) -> bool | None:
-        """Handle a request on the control channel; for a job, return whether this rank is held and so will run it.
+        """Handle a request on the control channel; for a job, return whether this rank runs it.
+
+        A held rank does, in the held thread. Between steps an inspection runs here, in the control thread.
 
         Raises:
             UsageError: an event or a condition is invalid; nothing has changed then.
         """
+        if isinstance(request, Job) and isinstance(request.work, Inspect) and self._is_between_steps():
+            self._tickets[request.ticket] = held_eval.run(request, self._recorder)
+            return True
         with self._lock:
             match request:
                 case Job():
@@ -339,6 +344,9 @@ class Gate:
                 case _:
                     self._go_on(request)
         return None
+
+    def _is_between_steps(self) -> bool:
+        return self.held is None and self._recorder.step == NO_STEP
 
     def _go_on(self, request: RunTo | Continue | Next) -> None:
         match request:

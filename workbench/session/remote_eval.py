@@ -169,7 +169,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
 
     Args:
         done: replies by rank.
-        where: where the ranks are stopped, in words.
+        where: where the ranks are stopped, in words; empty: they are between steps.
     """
     errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
     if not errors:
@@ -180,7 +180,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
         return UsageError(error.evalue)
     lines = [f"{label(ranks)} raised {what}" for what, ranks in groups.items()]
     return RankError(
-        "\n".join([*lines, f"the step is still stopped: {where}"]),
+        "\n".join([*lines, *([f"the step is still stopped: {where}"] if where else [])]),
         rank=first,
         ename=error.ename,
         evalue=error.evalue,

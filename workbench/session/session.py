@@ -508,7 +508,7 @@ class Session:
         )
 
     def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> StepInspection:
-        """Run ``work`` in the threads of the stopped step.
+        """Run ``work`` in the threads of the stopped step; between steps, run an inspection on all ranks.
 
         Args:
             word: name of the command, for messages.
@@ -520,6 +520,8 @@ class Session:
                 run it.
             RankError: a rank refused it; the step stays stopped.
         """
+        if self.request is None and not self._left() and isinstance(work, Inspect):
+            return self._inspect_at_rest(work)
         request = self._under_way(word)
         if request.state != "stopped":
             raise UsageError(f"nothing is stopped: {busy_sentence(request)}")
@@ -537,6 +539,12 @@ class Session:
         done = RemoteEval(self.cluster, JobRanks(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
         others = tuple(rank for rank in range(num_ranks) if rank not in held)
         return StepInspection(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
+
+    def _inspect_at_rest(self, work: Inspect) -> StepInspection:
+        check_parameter(work.fqn, self.parameters())
+        ranks = range(self.cluster.num_ranks)
+        done = RemoteEval(self.cluster, JobRanks(ranks=ranks, held=ranks, num_ranks=len(ranks))).run(work)
+        return StepInspection(done=done, others=(), error=to_error_of_jobs(done, ""))
 
     def news(self) -> tuple[str, ...]:
         """Return a sentence for each request that ended or stopped in the background since the last call.

@@ -97,7 +97,7 @@ export function Units({ model, colours, draw }: UnitsProps): React.JSX.Element {
             }}
             inspect={(fqn) => { draw({ word: "inspect", fqn }); }}
             explain={(text) => { model.reply = { line: "", text, isBad: false }; }}
-            canInspect={state?.request?.is_stopped === true}
+            canInspect={state?.request?.is_stopped === true || (state?.cluster.is_running === true && state.request === null)}
           />
         ))}
       </ul>
@@ -192,7 +192,7 @@ function Detail({ unit, params, depth, inspect, explain, canInspect, state, node
             <button
               type="button"
               aria-disabled={!canInspect}
-              title={`${param.fqn}: ${canInspect ? "show it on every stopped rank" : CANNOT_INSPECT}`}
+              title={`${param.fqn}: ${canInspect ? "show it on every rank" : CANNOT_INSPECT}`}
               aria-label={param.fqn}
               onClick={() => {
                 if (canInspect) inspect(param.fqn);
@@ -213,7 +213,7 @@ function Detail({ unit, params, depth, inspect, explain, canInspect, state, node
   );
 }
 
-const CANNOT_INSPECT = "pause the ranks inside a step";
+const CANNOT_INSPECT = "wait until the step has ended, or pause the ranks inside it";
 
 /** A name with optional line breaks after its dots. */
 function breakable(name: string): React.ReactNode {
