@@ -235,6 +235,8 @@ describe("words", () => {
   it("of the time that is shown; a live view has none before the first step", () => {
     expect(headline(null, true, "")).toEqual({ when: "", event: "" });
     expect(headline(moment(1500, { step: 4 }), true, "said")).toEqual({ when: "step 4 \u00b7 1.50 ms", event: "an event" });
+    expect(headline(moment(1500, { step: 4 }), true, "", "step 4 was the last").when).toBe("1.50 ms");
+    expect(headline(moment(1500, { step: 4 }), false, "", "step 4 was the last").when).toBe("step 4 \u00b7 1.50 ms");
     expect(headline(moment(1500), true, "said")).toEqual({ when: "", event: "" });
     expect(headline(moment(1500), true, "")).toEqual({ when: "1.50 ms", event: "an event" });
     expect(headline(moment(1500), false, "said")).toEqual({ when: "1.50 ms", event: "an event" });

@@ -48,10 +48,12 @@ export function announcement({ word, why }) {
  * @param {Moment | null} at
  * @param {boolean} isLive
  * @param {string} sentence
+ * @param {string} why of the run's status, which may name the step
  */
-export function headline(at, isLive, sentence) {
+export function headline(at, isLive, sentence, why = "") {
   if (!at || (isLive && at.step === -1 && sentence !== "")) return { when: "", event: "" };
-  return { when: dotted([at.step >= 0 ? `step ${at.step}` : "", formatDuration(at.t_us)]), event: at.event };
+  const step = at.step < 0 || (isLive && why.startsWith(`step ${at.step} `)) ? "" : `step ${at.step}`;
+  return { when: dotted([step, formatDuration(at.t_us)]), event: at.event };
 }
 
 /**

@@ -29,7 +29,7 @@ export class HeadView {
    * @param {boolean} isLive
    */
   draw({ status, sentence }, at, isLive) {
-    const { when, event } = headline(at, isLive, sentence), why = status?.why ?? "";
+    const why = status?.why ?? "", { when, event } = headline(at, isLive, sentence, why);
     write(this.when, when);
     write(this.event, event);
     this.event.title = event;
