@@ -41,12 +41,15 @@ const ACTIONS: readonly Action[] = [
   { id: "fsdp:abort", label: "Abort", able: "abort", command: { word: "abort" } },
   { id: "fsdp:lint", label: "Lint the Model", able: "lint", command: { word: "lint" } },
   { id: "fsdp:verify", label: "Verify a Step", able: "step", command: { word: "verify" } },
+  { id: "fsdp:fault", label: "Inject a Random Fault", able: "step", command: { word: "fault", name: "random" } },
+  { id: "fsdp:fault-off", label: "Remove the Fault", able: "step", command: { word: "fault", name: "off" } },
 ];
 
 /** Reports in a tab beside the views: id, label, command, and whether there is one. */
 const REPORTS: readonly (readonly [string, string, Command, (state: State | null) => boolean])[] = [
   ["fsdp:explain", "Explain What Matters Most", { word: "explain" }, (state) => state?.is_recorded === true],
   ["fsdp:where", "Show Where Every Rank Is", { word: "where" }, (state) => state?.cluster.is_running === true],
+  ["fsdp:faults", "List the Faults", { word: "faults" }, (state) => state !== null],
   ["fsdp:status", "Show the Status", { word: "status" }, (state) => state !== null],
 ];
 

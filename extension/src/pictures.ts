@@ -4,12 +4,12 @@ import { MainAreaWidget } from "@jupyterlab/apputils";
 import type { NotebookPanel } from "@jupyterlab/notebook";
 import { type IRenderMimeRegistry, MimeModel } from "@jupyterlab/rendermime";
 import type { PartialJSONObject } from "@lumino/coreutils";
-import { Panel, type Widget } from "@lumino/widgets";
+import { Panel, Widget } from "@lumino/widgets";
 
 import { FIGURE } from "./figures";
 import { shardsIcon } from "./icon";
 import type { PanelModel } from "./model";
-import { type Typed, wordOf } from "./words";
+import { asOf, type Typed, wordOf } from "./words";
 
 const TEXT = "text/html";
 
@@ -38,17 +38,18 @@ export class Pictures {
   /** Run a command that draws, and show its picture, in the tab of the same command and notebook if there is one. */
   async draw(model: PanelModel, notebook: NotebookPanel | null, command: Typed): Promise<void> {
     const data = await model.show(command);
-    if (data !== null) await this.show(notebook, wordOf(command), data);
+    if (data !== null) await this.show(notebook, wordOf(command), data, asOf(model.state));
   }
 
-  /** Show data, by MIME type: a text with a figure below it, or what is preferred among the types. */
-  async show(notebook: NotebookPanel | null, name: string, data: Readonly<Record<string, unknown>>): Promise<void> {
+  /** Show data, by MIME type: a text with a figure below it, or what is preferred among the types; `when` is above. */
+  async show(notebook: NotebookPanel | null, name: string, data: Readonly<Record<string, unknown>>, when = ""): Promise<void> {
     const preferred = this.#rendermime.preferredMimeType(data as PartialJSONObject, "any");
     if (preferred === undefined) return;
     const types = preferred === FIGURE && TEXT in data ? [TEXT, FIGURE] : [preferred];
     const tab = this.#tabOf(notebook, name);
     for (const before of [...tab.content.widgets]) before.dispose();
     const made = types.map((type) => this.#rendermime.createRenderer(type));
+    if (when !== "") tab.content.addWidget(note(when));
     for (const renderer of made) tab.content.addWidget(renderer);
     this.#app.shell.activateById(tab.id);
     const model = new MimeModel({ data: data as PartialJSONObject, trusted: true }); // the kernel escapes all names
@@ -102,4 +103,11 @@ export class Pictures {
     if (notebook !== null) this.#owners.set(tab, notebook);
     return tab;
   }
+}
+
+function note(text: string): Widget {
+  const node = document.createElement("p");
+  node.className = "fsdp-note";
+  node.textContent = text;
+  return new Widget({ node });
 }

@@ -91,9 +91,16 @@ export const LOOKING = "Looking for models\u2026";
 /** What to do before a step is possible, a sentence; empty: nothing. */
 export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): string {
   if (!isKnown) return LOOKING;
-  if (!hasModel && !isSharded) return "Define a model in a %%fsdp cell.";
+  if (!hasModel && !isSharded) return "Define a model in a %%fsdp cell, and run the cell.";
   if (!isSharded) return "Choose below how to shard the model.";
-  return hasStep ? "" : "Define train_step() in a %%fsdp cell.";
+  return hasStep ? "" : "Define train_step() in a %%fsdp cell, and run the cell.";
+}
+
+/** At which step a picture or a table shows the ranks: it stays as it is while they train. Empty: none is recorded. */
+export function asOf(state: State | null): string {
+  const step = state?.training.step ?? -1;
+  if (step < 0) return "";
+  return `as of step ${step}${state?.request?.is_stopped === true ? ", stopped inside it" : ""}; the same button shows it anew`;
 }
 
 /** Why ranks can be neither started nor stopped now, a sentence; empty: they can. */

@@ -2,6 +2,7 @@ import { describe, expect, it } from "vitest";
 
 import {
   announcement,
+  asOf,
   can,
   closedWords,
   commonState,
@@ -136,9 +137,9 @@ describe("a control that cannot be used", () => {
     ["without a kernel", null, prepared, "No ranks are running: start some first."],
     ["without ranks", state({ cluster: cluster({ is_running: false }) }), prepared, "No ranks are running: start some first."],
     ["before they have said what they have", state(), { ...prepared, isKnown: false, hasModel: false, hasStep: false }, "Looking for models\u2026"],
-    ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Define a model in a %%fsdp cell."],
+    ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Define a model in a %%fsdp cell, and run the cell."],
     ["before it is sharded", state(), { ...prepared, isSharded: false }, "Choose below how to shard the model."],
-    ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell."],
+    ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell, and run the cell."],
     ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
     ["while it is stopped", state({ request: STOPPED }), prepared, "%fsdp step 40 is stopped: continue or abort it first."],
     ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: stop the ranks, then start them again."],
@@ -246,6 +247,15 @@ describe("the headline", () => {
   it("counts the steps that have ended", () => {
     expect(headline(state({ request: STEP })).text).toBe("%fsdp step 40: 11 of 40 steps");
   });
+});
+
+it.each([
+  [-1, null, ""],
+  [4, null, "as of step 4; the same button shows it anew"],
+  [5, STOPPED, "as of step 5, stopped inside it; the same button shows it anew"],
+])("a picture says that it shows step %d", (step, request, words) => {
+  const now = state({ request });
+  expect(asOf({ ...now, training: { ...now.training, step } })).toBe(words);
 });
 
 describe("what a screen reader is told", () => {

@@ -80,9 +80,9 @@ def test_starting_many_ranks_on_few_cores_is_warned_about(lab):
 
 def test_a_disabled_button_explains_why(lab):
     step = tool(lab, "Train 1 step")
-    expect(step).to_have_attribute("title", "Train 1 step: Define a model in a %%fsdp cell.")
+    expect(step).to_have_attribute("title", "Train 1 step: Define a model in a %%fsdp cell, and run the cell.")
     step.click(force=True)  # disabled for Playwright, but users can press it
-    expect(reply(lab)).to_contain_text("Define a model in a %%fsdp cell.")
+    expect(reply(lab)).to_contain_text("Define a model in a %%fsdp cell, and run the cell.")
 
 
 def test_a_long_name_of_a_class_does_not_push_the_form_out_of_the_panel(lab):
@@ -149,6 +149,7 @@ def test_an_explanation_is_shown_with_its_picture_below_it(lab):
     expect(tab).to_be_visible()
     shown = lab.page.locator(".fsdp-Picture:visible")
     expect(shown.locator("strong")).to_contain_text("step 1 took ")
+    expect(shown.locator("> .fsdp-note")).to_have_text("as of step 1; the same button shows it anew")
     expect(shown.locator(".gtitle")).to_contain_text("Step 1: ")
     shown.get_by_role("button", name=re.compile("^rank 1: ")).click()  # a line of evidence
     expect(shown.locator('.shapelayer path[style*="stroke-width: 3px"]')).to_have_count(1)
@@ -158,6 +159,17 @@ def test_an_explanation_is_shown_with_its_picture_below_it(lab):
     expect(reply(lab)).to_contain_text("there is no unit 'nothing.here'")
     expect(reply(lab)).to_have_class(re.compile("fsdp-mod-bad"))
     tab.locator(".lm-TabBar-tabCloseIcon").click()
+
+
+def test_a_fault_is_injected_named_and_removed_by_buttons(lab):
+    views = section(lab, "Views")
+    views.get_by_label("Fault").select_option("straggler")
+    expect(views.get_by_role("button", name="Inject")).to_have_attribute("title", re.compile("^Rank R sleeps MS ms"))
+    views.get_by_role("button", name="Inject").click()
+    expect(reply(lab)).to_contain_text(re.compile(r"rank \d sleeps 200 ms in every forward of unit"))
+    views.get_by_role("button", name="Remove").click()
+    expect(reply(lab)).to_contain_text("straggler")
+    expect(reply(lab)).not_to_have_class(re.compile("fsdp-mod-bad"))
 
 
 def test_a_step_is_verified_and_failures_are_red(lab):

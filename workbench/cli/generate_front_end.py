@@ -24,6 +24,7 @@ from workbench.live.packing import COLUMNS, WIDTHS
 from workbench.magics.command_lines import WORDS, DrawCommand
 from workbench.protocol.commands import summary
 from workbench.protocol.example import EXAMPLE
+from workbench.protocol.fault_kinds import KINDS
 from workbench.protocol.policy import HYBRID, STRATEGIES
 from workbench.replay.grouping import MAX_RUNS, NAMED_RUNS
 from workbench.views import theme
@@ -68,6 +69,7 @@ def _types() -> str:
             **{"TARGET": messages.TARGET, "VERSION": messages.VERSION},
             **{"DEVICES": CHOICES, "STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
             "EXAMPLE": EXAMPLE,
+            "FAULT_KINDS": {kind.name: kind.summary for kind in KINDS.values()},
             "VIEWS": {word: summary(cls) for word, cls in WORDS.items() if issubclass(cls, DrawCommand)},
         },
         sent=[*get_args(messages.PanelQuestion), *commands],

@@ -3,9 +3,9 @@ import * as React from "react";
 
 import type { ViewWord } from "../actions";
 import type { PanelModel } from "../model";
-import { type Command, type Compare, type Export, type Open, VIEWS } from "../protocol";
+import { type Command, type Compare, type Export, FAULT_KINDS, type Open, VIEWS } from "../protocol";
 import { obstacles, type Typed } from "../words";
-import { Action, Field, Line, Text } from "./parts";
+import { Action, Choice, Field, Line, Text } from "./parts";
 
 interface LookingProps {
   readonly model: PanelModel;
@@ -94,6 +94,29 @@ export function Explain({ model, draw }: Omit<LookingProps, "execute">): React.J
       </Field>
       <Action className="jp-mod-styled" isEnabled={isRecorded} title={isRecorded ? undefined : NOTHING} command={explain}>
         Explain
+      </Action>
+    </Line>
+  );
+}
+
+const RANDOM = "random"; // as in the words of %fsdp
+
+/** A fault to inject into the training, and its removal. */
+export function Fault({ model }: Pick<LookingProps, "model">): React.JSX.Element {
+  const [name, setName] = React.useState(RANDOM);
+  const why = obstacles(model.state, model.prepared).step;
+  const inject: Command = { word: "fault", name }, remove: Command = { word: "fault", name: "off" };
+  const about = (FAULT_KINDS as Readonly<Record<string, string>>)[name] ?? "One that is named when it is removed";
+  return (
+    <Line run={() => void model.do(inject)}>
+      <Field label="Fault" isWide hint={capital(about)}>
+        <Choice value={name} among={[RANDOM, ...Object.keys(FAULT_KINDS)]} choose={setName} />
+      </Field>
+      <Action className="jp-mod-styled" isEnabled={why === ""} title={why || capital(about)} command={inject}>
+        Inject
+      </Action>
+      <Action className="jp-mod-styled" isEnabled={why === ""} title={why || "Remove the fault, and name it"} run={() => void model.do(remove)} command={remove}>
+        Remove
       </Action>
     </Line>
   );

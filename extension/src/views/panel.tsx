@@ -9,7 +9,7 @@ import type { Settings } from "../settings";
 import { can, count, exchanging, explained, headline, hostsInWords, todo, type Typed } from "../words";
 import { Breakpoints } from "./breakpoints";
 import { Controls, Told } from "./controls";
-import { Explain, Record, Views } from "./looking";
+import { Explain, Fault, Record, Views } from "./looking";
 import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
 import { Script } from "./script";
@@ -110,6 +110,7 @@ function Body(props: PanelProps): React.JSX.Element {
           <Section name="Views" {...folding}>
             <Views model={model} draw={draw} execute={execute} />
             <Explain model={model} draw={draw} />
+            <Fault model={model} />
           </Section>
           <Section name="Record" note={state.record} {...folding}>
             <Record model={model} draw={draw} />
