@@ -104,6 +104,12 @@ def test_the_classes_that_wrap_may_name(ready):
     assert {names.classes for names in ready.names().values()} == {expected}
 
 
+@pytest.mark.parametrize("ask", ["input('how many? ')", "import getpass; getpass.getpass()"])
+def test_a_cell_that_asks_for_input_says_where_to_ask(ready, ask):
+    with pytest.raises(RankError, match="a rank cannot ask for input: ask in a cell without %%fsdp"):
+        ready.run_cell(ask)
+
+
 def test_a_parameter_can_be_inspected_between_steps(ready):
     ready.step(2)
     report = ready.inspect("blocks.1.mlp.0.weight")

@@ -52,7 +52,7 @@ from workbench.protocol.rank_messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
-from workbench.runtime import error_notes, faults, shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime import error_notes, faults, no_keyboard, shard_planning, sharding, text_bars, tracebacks
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -293,6 +293,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     tracebacks.install()
     error_notes.install(recorder)
     text_bars.install()
+    no_keyboard.install()
     _look_after_cells()
     membership = GroupMembership(process_groups).install()
     scripts = ScriptRunner(membership, recorder, trainer)
@@ -314,6 +315,7 @@ def _look_after_cells() -> None:
 
 def _before_cell(_: object) -> None:
     if _runtime is not None:
+        no_keyboard.install()
         _runtime.membership.begin_cell()
 
 
