@@ -309,9 +309,11 @@ export class PanelModel implements IDisposable {
     const newest = this.#spoken[0]?.line;
     const isOwn = newest === ended?.line && HEARD.has(newest?.split(" ")[1] ?? ""); // may end between two states
     const wasSeen = this.#wasBehind || isOwn;
-    const isNews = this.#numEnded !== null && numEnded > this.#numEnded && wasSeen;
+    const isLater = this.#numEnded !== null && numEnded > this.#numEnded, isNews = isLater && wasSeen;
     if (isNews && ended !== null && newest?.startsWith("%fsdp abort") !== true) {
       this.#reply = { line: ended.line, text: ended.text, isBad: ended.is_error };
+    } else if (isLater && ended?.is_error === false && this.#reply?.isBad === true) {
+      this.#reply = null; // a failure before a success is over
     }
     this.#numEnded = numEnded;
     this.#wasBehind = request?.in_background === true;

@@ -139,8 +139,11 @@ describe("the reply under the buttons", () => {
     };
     await tell({ request: null, ended });
     expect(model.reply).toEqual({ line: "%fsdp step 40", text: "NameError: x", isBad: true });
-    model.reply = null;
     await tell({ request: null, ended: { ...ended, count: 2 } });
+    expect(model.reply?.isBad).toBe(true); // a cell failed
+    await tell({ request: null, ended: { ...ended, count: 3, is_error: false } });
+    expect(model.reply).toBeNull(); // the failure is over
+    await tell({ request: null, ended: { ...ended, count: 4 } });
     expect(model.reply).toBeNull();
   });
 
