@@ -58,11 +58,15 @@ def test_a_step_that_is_missing_is_a_finding(step, why, run):
     assert why in counts(run, CALLS, step=step).sentence
 
 
-def test_a_step_that_has_not_ended_on_every_rank_does_not_count(run):
+def test_the_newest_step_counts_also_if_it_has_not_ended_on_every_rank(run):
     def is_last_end(rows):
         return (rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END) & (rows["step"] == 2)
 
-    assert counts(without(run, 3, is_last_end), CALLS).sentence.endswith("in step 1")
+    trace = without(run, 3, is_last_end)
+    every = counts(trace, CALLS), order(trace), payload(trace, CALLS), counts(trace, CALLS, step=-2)
+    for finding in every:
+        assert finding.sentence.startswith("step 2 began and did not end on rank 3, and an older step does not count: ")
+    assert counts(trace, CALLS, step=1).ok, "a step that is chosen by its number has ended"
 
 
 def test_without_steps_the_finding_says_what_to_do(run):
@@ -150,3 +154,32 @@ def test_a_unit_that_the_run_does_not_have_is_the_reason(run):
         "ranks 0-3 issued 0 all-gathers of blocks.9 in step 2, not 2: the run has no unit blocks.9; its units: "
         "blocks.0-2 and (root)"
     )
+
+
+@pytest.mark.parametrize("answer", ["9", 9.5, True, [9]])
+def test_an_answer_of_a_wrong_type_gets_a_sentence(answer, run):
+    assert counts(run, {"all_gather": answer}).sentence == (
+        f"the number of all-gathers: {answer!r} is a {type(answer).__name__}: write a whole number, such as 12"
+    )
+
+
+@pytest.mark.parametrize("answer", [None, ..., ""])
+def test_no_answer_is_no_right_answer(answer, run):
+    assert counts(run, {"all_gather": answer}).sentence.startswith("the number of all-gathers: there is no answer yet")
+    assert "there is no answer yet" in counts(run, {}).sentence
+
+
+def test_whole_numbers_of_any_library_are_answers(run):
+    assert counts(run, {"all_gather": np.int64(7), "reduce_scatter": 4.0}).sentence.startswith(
+        "each rank issued 7 all-"
+    )
+
+
+def test_a_wrong_answer_is_told_where_to_look_and_not_the_number(run, monkeypatch):
+    finding = counts(run, {"all_gather": 5, "reduce_scatter": 4}, look="%fsdp comms")
+    assert finding.sentence == (
+        "you answered 5 all-gathers, which is not what a rank issued in step 2; your answer for the reduce-scatters is "
+        "right: look at %fsdp comms"
+    )
+    assert finding.answer == "7 all-gathers"
+    assert payload(run, {"all_gather": 12}, look="%fsdp comms").sentence.startswith("you answered 12 B in all-gathers")

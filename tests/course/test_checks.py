@@ -1,10 +1,12 @@
 """``check``: its text, its record, and its error."""
 
+from dataclasses import replace
+
 import pytest
 
 from workbench.course import CheckFailed, CheckFinding, check
 from workbench.course import notebook_output as outputs
-from workbench.course.checks import CHECK_MIME, CheckReport
+from workbench.course.checks import CHECK_MIME, REVEAL, CheckReport
 from workbench.course.finding import and_list, fails, holds
 from workbench.errors import UsageError
 
@@ -58,6 +60,15 @@ def test_a_check_that_fails_is_shown_kept_and_raised(shown):
     ]
     assert bundle[CHECK_MIME]["passed"] is False
     assert "&lt;b&gt;" in bundle["text/html"]
+
+
+def test_a_teacher_sees_the_answer(shown, monkeypatch):
+    hidden = replace(BAD, answer="9")
+    for reveals in ("", "1"):
+        monkeypatch.setenv(REVEAL, reveals)
+        with pytest.raises(CheckFailed, match=r"the answer: 9$" if reveals else r"for ever$"):
+            check("gathers", hidden)
+    assert "answer" not in shown[0][CHECK_MIME]["findings"][0]
 
 
 def test_outside_a_notebook_a_check_is_text(capsys):

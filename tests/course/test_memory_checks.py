@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.simulated_job import Setup, simulate
-from workbench.course import nothing_left, peak, states
+from workbench.course import exposed, nothing_left, peak, states
 from workbench.errors import UsageError
 from workbench.events import Category, Kind
 from workbench.replay import memory
@@ -65,7 +65,13 @@ def test_a_reference_without_steps_is_a_finding(run):
     assert peak(run, reference=Trace.empty()).sentence.startswith("the reference run has no recorded step")
     assert peak(Trace.empty(), at_most=1).sentence.startswith("the run has no recorded step")
     assert nothing_left(Trace.empty()).sentence.startswith("the run has no recorded step")
-    assert states(Trace.empty(), "forward", {}).sentence.startswith("the run has no recorded step")
+    assert states(Trace.empty(), "forward", {"(root)": "sharded"}).sentence.startswith("the run has no recorded step")
+
+
+def test_an_unsharded_model_has_no_peak_and_leaves_nothing_by_luck(run):
+    plain = changed(run, lambda rows: rows[rows["unit"] < 0])
+    for finding in (peak(plain, at_most=2**40), nothing_left(plain), exposed(plain, 1e18)):
+        assert finding.sentence.startswith("step 2 ran no sharded unit: the model was not sharded")
 
 
 def test_a_step_leaves_nothing_or_the_finding_says_what(run):
@@ -79,7 +85,7 @@ def test_a_step_leaves_nothing_or_the_finding_says_what(run):
         freed = (rows["kind"] == Kind.FREE) & (rows["category"] == Category.UNSHARDED_PARAMS) & (rows["unit"] == 0)
         return rows[~freed]
 
-    assert " of unsharded params" in nothing_left(changed(run, leaks)).sentence
+    assert "parameters stay in memory: blocks.0: reshard() only" in nothing_left(changed(run, leaks)).sentence
 
 
 def test_buffers_that_a_transport_frees_a_moment_later_are_not_left(run):
@@ -114,7 +120,33 @@ def test_a_wrong_state_is_said_once_for_all_ranks(keeps):
     assert finding.sentence == (
         "at backward:blocks.3 of step 2 on ranks 0-3, blocks.0 is unsharded, not sharded and there is no unit blocks.9"
     )
-    assert "there is no such event" in states(keeps, "forward:blocks.9", {}).sentence
+    assert "there is no such event" in states(keeps, "forward:blocks.9", {"(root)": "sharded"}).sentence
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        ({}, "there is no answer yet: write a state for each unit"),
+        (None, "there is no answer yet"),
+        ("sharded", "'sharded' is a str: write a state for each unit"),
+        ({"blocks.2": "sharded"}, "there is no answer for (root)"),
+        ({"(root)": "unsharded", "blocks.2": "gone"}, "there is no state 'gone'; the states: sharded, all-gather in"),
+        ({"(root)": "unsharded", "blocks.2": None}, "there is no state None"),
+        (
+            {"(root)": "sharded", "blocks.2": "sharded"},
+            "not every state is right: (root) is in another one: look at it",
+        ),
+    ],
+)
+def test_a_wrong_answer_on_states_has_no_state(answer, why, run):
+    finding = states(run, "backward:blocks.1", answer, units=("(root)", "blocks.2"), look="it")
+    assert why in finding.sentence
+    assert not finding.ok
+
+
+def test_states_are_read_as_people_write_them(run):
+    answer = {" (root) ": "Unsharded ", "blocks.0": "all_gather in flight"}
+    assert states(run, "all_gather.end:blocks.0", {**answer, "(root)": "unsharded"}, look="it").ok
 
 
 def test_words_that_do_not_exist_are_errors(run):

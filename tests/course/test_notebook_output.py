@@ -13,20 +13,21 @@ from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.student_fsdp import trained
 from tests.helpers.watched import watch
 from workbench.cli.grade import grade
-from workbench.course import counts, from_ranks, nothing_left, only_source, peak, recorded
+from workbench.course import agree, counts, from_ranks, nothing_left, only_source, peak, recorded, same
 from workbench.course import notebook_output as outputs
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.replay import memory
 from workbench.reports.results import CellReport
 from workbench.trace import check
+from workbench.trace.columns import Trace
 
 
 class Session:
     """Stands for the Workbench of a notebook; cells run here, each rank with its number as ``rank``."""
 
     def __init__(self, trace=None):
-        self.trace = trace
+        self.trace = trace or Trace.empty()
 
     def run_cell(self, code):
         texts = {}
@@ -48,6 +49,18 @@ def test_values_of_ranks_arrive_as_plain_data(session):
     found = from_ranks('{"loss": [rank, float("nan")], "w": np.ones((2, 1)), "some": {1}}')
     assert list(found) == [0, 1]
     assert json.dumps(found[1]) == '{"loss": [1, NaN], "w": [[1.0], [1.0]], "some": [1]}'
+
+
+def test_values_of_ranks_are_not_those_of_a_newest_step_that_did_not_end(session):
+    run = simulate(Setup())
+    ranks = tuple(rank.part(0, len(rank.rows) - 1, rank.start) for rank in run.ranks)
+    session.trace = run
+    assert same(from_ranks("rank"), {0: 0, 1: 1}).ok
+    session.trace = Trace(run.header, ranks)
+    for finding in (same(from_ranks("rank"), {0: 0, 1: 1}), agree(from_ranks("1"))):
+        assert finding.sentence.startswith(
+            "step 2 began and did not end on ranks 0-3, and an older step does not count"
+        )
 
 
 def test_without_the_extension_the_error_says_what_to_run():

@@ -7,11 +7,12 @@ failed. ``step`` is a step's number; a negative one counts from the newest step 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
-from workbench.course.run_steps import CallKind, no_step, read_call, step_of
+from workbench.course.finding import CheckFinding, and_list, fails, holds, not_an_answer, unit_list, whole_number
+from workbench.course.run_steps import CallKind, read_call, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
 from workbench.events import Kind, unit_words
 from workbench.replay import collectives
@@ -21,34 +22,44 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.step_names import step_name
 
 
-def counts(trace: Trace, expected: Mapping[str, int], step: int = -1) -> CheckFinding:
+def counts(trace: Trace, expected: Mapping[str, int], step: int = -1, *, look: str = "") -> CheckFinding:
     """Return whether each rank issued as many collectives in a step as expected.
 
     Args:
         trace: of the run.
         expected: calls by kind, ``{"all_gather": 9}``, or by kind and unit, ``{"all_gather:blocks.1": 2}``.
         step: the step.
+        look: where a student finds the numbers, such as ``"%fsdp comms"``: then ``expected`` is an answer, and the
+            sentence has the right number only once it is right.
 
     Raises:
         UsageError: there is no such kind of collective.
     """
-    return _sent(trace, expected, step, in_bytes=False)
+    return _sent(trace, expected, step, look, in_bytes=False)
 
 
-def payload(trace: Trace, expected: Mapping[str, int], step: int = -1) -> CheckFinding:
+def payload(trace: Trace, expected: Mapping[str, int], step: int = -1, *, look: str = "") -> CheckFinding:
     """Return whether the collectives of each rank in a step have the expected payload in bytes; as :func:`counts`.
 
     The payload of an all-gather is its whole output, that of a reduce-scatter its whole input, and that of an
     all-reduce one rank's input.
     """
-    return _sent(trace, expected, step, in_bytes=True)
+    return _sent(trace, expected, step, look, in_bytes=True)
 
 
-def _sent(trace: Trace, expected: Mapping[str, int], step: int, *, in_bytes: bool) -> CheckFinding:
-    wanted = {read_call(key): amount for key, amount in expected.items()}
+def _sent(trace: Trace, expected: Mapping[str, int], step: int, look: str, *, in_bytes: bool) -> CheckFinding:
+    wanted: dict[CallKind, int] = {}
+    for key, amount in expected.items():
+        what, whole = read_call(key), whole_number(amount)
+        if whole is None:
+            asked = f"the {'bytes in' if in_bytes else 'number of'} {what.plural}"
+            return not_an_answer(amount, asked, "a whole number, such as 12")
+        wanted[what] = whole
+    if not wanted:
+        return not_an_answer(None, "the collectives", 'a number for each kind, such as {"all_gather": 12}')
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
     part = trace.slice(step=number)
     found = {rank.rank: _amounts(part, rank, wanted, number, in_bytes=in_bytes) for rank in part.ranks}
     groups = by_value(found)
@@ -63,8 +74,23 @@ def _sent(trace: Trace, expected: Mapping[str, int], step: int, *, in_bytes: boo
         for amounts, ranks in groups.items()
         if amounts != tuple(wanted.values())
     }
+    if look:
+        return _wrong_answer(next(iter(wrong.values())), wanted, where, look, in_bytes=in_bytes)
     reasons = [why for ranks, some in wrong.items() for why in _why_sent(trace, number, ranks[0], some)]
     return fails(_wrong_words(wrong, where, in_bytes=in_bytes), *dict.fromkeys(reasons))
+
+
+def _wrong_answer(
+    wrong: _Wrong, wanted: Mapping[CallKind, int], where: str, look: str, *, in_bytes: bool
+) -> CheckFinding:
+    """Return which answers are wrong and where to look, with the right ones for a teacher."""
+    in_words = "B in " if in_bytes else ""
+    every = and_list([f"{amount:,} {in_words}{what.plural}" for what, _, amount in wrong])
+    right = [what.plural for what in wanted if what not in {each for each, *_ in wrong}]
+    more = f"; your answer for the {and_list(right)} is right" if right else ""
+    answer = and_list([what.words(came, in_bytes=in_bytes) for what, came, _ in wrong])
+    sentence = f"you answered {every}, which is not what a rank issued {where}{more}"
+    return replace(fails(sentence, f"look at {look}"), answer=answer)
 
 
 _Wrong = Sequence[tuple[CallKind, int, int]]
@@ -125,8 +151,8 @@ _REASONS = {
 def order(trace: Trace, step: int = -1) -> CheckFinding:
     """Return whether all ranks issued the same collectives in the same order in a step."""
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
     fault = parted(trace.slice(step=number))
     if fault is None:
         return holds(f"all ranks issued the same collectives in the same order in {step_name(number)}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from workbench.base.text_formats import plural
@@ -14,6 +15,9 @@ from workbench.reports.report import Report
 
 CHECK_MIME = "application/vnd.fsdp-workbench.check+json"
 """Type of the record of a check in an output of a notebook."""
+
+REVEAL = "WORKBENCH_REVEAL"
+"""Environment variable of a teacher: findings that failed have the right answer."""
 
 RECORD_VERSION = 1
 """Version of the records of checks and predictions."""
@@ -57,7 +61,7 @@ class CheckReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the findings, those that failed first."""
         passed = [finding for finding in self.findings if finding.ok]
-        return [*(("wrong", each.sentence) for each in self.failed), *(("ok", each.sentence) for each in passed)]
+        return [*(("wrong", _words(each)) for each in self.failed), *(("ok", each.sentence) for each in passed)]
 
     def record(self) -> dict[str, Any]:
         """Return the record that the notebook keeps, as data that JSON can hold."""
@@ -66,7 +70,7 @@ class CheckReport(Report):
             "name": self.name,
             "points": self.points,
             "passed": not self.failed,
-            "findings": [asdict(finding) for finding in self.findings],
+            "findings": [{"ok": each.ok, "sentence": _words(each)} for each in self.findings],
         }
 
 
@@ -90,7 +94,13 @@ def check(name: str, *findings: CheckFinding | Iterable[CheckFinding], points: f
     report = CheckReport(name=name, points=points, findings=every)
     publish(report, {CHECK_MIME: report.record()})
     if report.failed:
-        raise CheckFailed("\n".join([report.headline, *(f"- {finding.sentence}" for finding in report.failed)]))
+        raise CheckFailed("\n".join([report.headline, *(f"- {_words(finding)}" for finding in report.failed)]))
+
+
+def _words(finding: CheckFinding) -> str:
+    """Return the sentence of a finding, for a teacher with the right answer."""
+    is_shown = finding.answer and os.environ.get(REVEAL)
+    return f"{finding.sentence}; the answer: {finding.answer}" if is_shown else finding.sentence
 
 
 def _flat(given: Iterable[object]) -> Iterator[CheckFinding]:

@@ -18,7 +18,7 @@ from workbench.course.call_checks import counts, order
 from workbench.course.finding import CheckFinding, fails, holds, unit_list
 from workbench.course.memory_checks import nothing_left, peak
 from workbench.course.overlap_checks import ahead_of_work, exposed, overlaps
-from workbench.course.run_steps import no_step, step_of
+from workbench.course.run_steps import step_of
 from workbench.course.value_checks import ratio_of, same
 from workbench.events import Kind, Param, Unit, unit_words
 from workbench.replay import collectives
@@ -50,9 +50,12 @@ def engine_findings(
         exposed_ratio: limit of the exposed communication, likewise.
         step: the step, of both runs; a negative one counts from the newest that has ended.
     """
-    number, other = step_of(trace, step), step_of(reference, step)
-    if number is None or other is None:
-        yield no_step(trace, step) if number is None else no_step(reference, step, "the reference run")
+    number, other = step_of(trace, step), step_of(reference, step, "the reference run")
+    if isinstance(number, CheckFinding):
+        yield number
+        return
+    if isinstance(other, CheckFinding):
+        yield other
         return
     yield same_units(trace, number, reference, other)
     yield counts(trace, _calls(reference, other), number)

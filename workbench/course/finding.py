@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
 from workbench.events import unit_words
 from workbench.replay.grouping import by_value, join_names, pattern
@@ -19,10 +21,12 @@ class CheckFinding:
         ok: whether it is as expected.
         sentence: what was found; if not ``ok``, also what was expected and the usual reason. Plain text without a full
             stop at the end.
+        answer: the right answer, which the sentence does not have; shown to a teacher only.
     """
 
     ok: bool
     sentence: str
+    answer: str = ""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -39,6 +43,27 @@ def fails(sentence: str, *reasons: str) -> CheckFinding:
 def holds(sentence: str) -> CheckFinding:
     """Return a finding that something is as expected."""
     return CheckFinding(ok=True, sentence=sentence)
+
+
+def whole_number(value: object) -> int | None:
+    """Return an answer as a whole number; None if it is none, such as a text or a fraction."""
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        return None
+    number = float(value)
+    return int(number) if math.isfinite(number) and number.is_integer() else None
+
+
+def not_an_answer(value: object, what: str, example: str) -> CheckFinding:
+    """Return the finding that a value is no answer, and what one looks like: ``"a whole number, such as 12"``."""
+    if value is None or value is ... or (isinstance(value, str | Mapping) and not value):
+        return fails(f"{what}: there is no answer yet", f"write {example}")
+    return fails(f"{what}: {short(value)} is a {type(value).__name__}", f"write {example}")
+
+
+def short(value: object) -> str:
+    """Return a value as text of at most 60 characters."""
+    text = repr(value) if not isinstance(value, float) else f"{value:.7g}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def unit_list(header: Header, units: Iterable[int]) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from workbench.base.text_formats import format_bytes
-from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
-from workbench.course.run_steps import no_step, step_of
-from workbench.course.step_reasons import peak_reason
+from workbench.course.finding import CheckFinding, and_list, fails, holds, not_an_answer, short, unit_list
+from workbench.course.run_steps import runs_no_unit, step_of
+from workbench.course.step_reasons import peak_reason, unfreed_units
 from workbench.errors import UsageError
 from workbench.events import ROOT, Category, Edge, Kind, UnitState, unit_words
 from workbench.protocol.breakpoints import read_event, split_event
@@ -52,14 +53,16 @@ def peak(
     if (at_most is None) == (reference is None):
         raise UsageError("peak needs a limit: peak(trace, at_most=BYTES) or peak(trace, reference=other_trace)")
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
+    if problem := runs_no_unit(trace, number):
+        return fails(problem)
     rank, found = _highest(trace, number)
     limit, words = at_most, "the limit"
     if reference is not None:
-        other = step_of(reference, step)
-        if other is None:
-            return no_step(reference, step, "the reference run")
+        other = step_of(reference, step, "the reference run")
+        if isinstance(other, CheckFinding):
+            return other
         best = _highest(reference, other)[1].num_bytes
         limit, words = (
             ratio * best,
@@ -88,8 +91,17 @@ def nothing_left(trace: Trace, step: int = -1) -> CheckFinding:
     The bytes that count are those left before the next step begins; after the newest one, at the end of the trace.
     """
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
+    if problem := runs_no_unit(trace, number):
+        return fails(problem)
+    unfreed = unit_list(trace.header, {unit for rank in trace.ranks for unit in unfreed_units(rank, number)})
+    if unfreed:
+        return fails(
+            f"units that reshard in {step_name(number)} while their full parameters stay in memory: {unfreed}",
+            "reshard() only announces it; then empty the storage, full.untyped_storage().resize_(0), or drop every "
+            "reference to it",
+        )
     left = by_value({rank.rank: text for rank in trace.ranks if (text := _left(trace, rank, number))})
     if not left:
         return holds(f"{step_name(number)} leaves nothing gathered")
@@ -116,7 +128,9 @@ def _left(trace: Trace, rank: RankTrace, step: int) -> str:
     return and_list([*([f"{units} unsharded"] if units else []), *texts])
 
 
-def states(trace: Trace, event: str, expected: Mapping[str, str], step: int = -1) -> CheckFinding:
+def states(
+    trace: Trace, event: str, expected: Mapping[str, str], step: int = -1, *, units: Sequence[str] = (), look: str = ""
+) -> CheckFinding:
     """Return whether units are in the expected states when an event first happens in a step.
 
     Args:
@@ -124,28 +138,60 @@ def states(trace: Trace, event: str, expected: Mapping[str, str], step: int = -1
         event: as in ``%fsdp break add``: ``"backward:blocks.1"``, ``"all_gather.end:blocks.0"``.
         expected: state by unit: ``sharded``, ``all-gather in flight``, ``unsharded`` or ``reducing``.
         step: the step.
+        units: the units that ``expected`` has to have; none: it may have any.
+        look: where a student finds the states: then ``expected`` is an answer, and no sentence has a state before it
+            is right.
 
     Raises:
-        UsageError: there is no such event or state.
+        UsageError: there is no such event, or no such state and ``look`` is empty.
     """
     name, unit = read_event(event)
     kind, edge = split_event(name)
-    wanted = {one.replace(ROOT, ""): _state(text) for one, text in expected.items()}
+    wanted = _answered(expected, units, f"the states at {event}", look)
+    if isinstance(wanted, CheckFinding):
+        return wanted
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
     part = trace.slice(step=number)
     when = f"at {event} of {step_name(number)}"
-    wrong = by_value({rank.rank: _states_at(part, rank, (kind, edge, unit), wanted) for rank in part.ranks})
+    found = {rank.rank: _states_at(part, rank, (kind, edge, unit), wanted) for rank in part.ranks}
+    wrong = by_value({rank: and_list([*texts.values()]) for rank, texts in found.items()})
     if set(wrong) == {""}:
         return holds(f"{when}: " + and_list([f"{unit_words(one)} is {state.words}" for one, state in wanted.items()]))
-    return fails("; ".join(f"{when} on {label(ranks)}, {text}" for text, ranks in wrong.items() if text))
+    sentence = "; ".join(f"{when} on {label(ranks)}, {text}" for text, ranks in wrong.items() if text)
+    if not look:
+        return fails(sentence)
+    names = dict.fromkeys(one for texts in found.values() for one in texts)
+    return replace(
+        fails(f"{when}, not every state is right: {and_list(list(names))} is in another one", f"look at {look}"),
+        answer=sentence,
+    )
+
+
+def _answered(
+    expected: Mapping[str, str], units: Sequence[str], what: str, look: str
+) -> dict[str, UnitState] | CheckFinding:
+    """Return the states that were given, or the finding that they are no complete answer."""
+    example = f"a state for each unit, such as {{{[*units, 'blocks.1'][0]!r}: {UnitState.SHARDED.words!r}}}"
+    if not isinstance(expected, Mapping) or not expected:
+        return not_an_answer(expected, what, example)
+    given = {str(one).strip().replace(ROOT, ""): text for one, text in expected.items()}
+    missing = [unit_words(one) for one in (each.replace(ROOT, "") for each in units) if one not in given]
+    if missing:
+        return fails(f"{what}: there is no answer for {and_list(missing)}", f"write {example}")
+    try:
+        return {one: _state(text) for one, text in given.items()}
+    except UsageError as error:
+        if not look:
+            raise
+        return fails(str(error))
 
 
 def _states_at(
     part: Trace, rank: RankTrace, event: tuple[Kind, Edge, str | None], wanted: Mapping[str, UnitState]
-) -> str:
-    """Return which units are in other states than ``wanted`` just before the first such event, as text."""
+) -> dict[str, str]:
+    """Return which units are in other states than ``wanted`` just before the first such event, as text by unit."""
     kind, edge, unit = event
     rows = rank.rows
     is_one = (rows["kind"] == kind) & (rows["edge"] == edge)
@@ -154,23 +200,27 @@ def _states_at(
         is_one &= np.isin(rows["unit"], [each.index for each in part.header.units if each.name == name])
     places = np.flatnonzero(is_one)
     if not len(places):
-        return "there is no such event"
+        return {"the event": "there is no such event"}
     found = states_at(rank, int(rows["seq"][places[0]]) - 1)
-    texts = []
+    texts = {}
     for one, state in wanted.items():
         index = _newest(part, one, rows)
         if index is None:
-            texts.append(f"there is no unit {unit_words(one)}")
+            texts[unit_words(one)] = f"there is no unit {unit_words(one)}"
         elif state not in (found[index], found.params.get(index, UnitState.SHARDED)):  # it may also be reducing
-            texts.append(f"{unit_words(one)} is {found[index].words}, not {state.words}")
-    return and_list(texts)
+            texts[unit_words(one)] = f"{unit_words(one)} is {found[index].words}, not {state.words}"
+    return texts
 
 
-def _state(text: str) -> UnitState:
+def _state(text: object) -> UnitState:
     for state in UnitState:
-        if text.strip().lower().replace("_", " ") in {state.words, state.key.replace("_", " ")}:
+        if isinstance(text, str) and _bare(text) in {_bare(state.words), _bare(state.key)}:
             return state
-    raise UsageError(f"there is no state {text!r}; the states: {', '.join(state.words for state in UnitState)}")
+    raise UsageError(f"there is no state {short(text)}; the states: {', '.join(state.words for state in UnitState)}")
+
+
+def _bare(text: str) -> str:
+    return text.strip().lower().replace("_", " ").replace("-", " ")
 
 
 def _newest(trace: Trace, name: str, rows: Rows) -> int | None:

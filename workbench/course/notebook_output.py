@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.course.run_steps import unended_step
+from workbench.course.value_checks import RankValues
 from workbench.errors import UsageError
-from workbench.events import MOVES
+from workbench.events import MOVES, Edge, Kind
 from workbench.replay.spans import of_kind
 from workbench.reports.report import Report
 from workbench.trace.columns import RankTrace, Trace
@@ -54,8 +56,10 @@ def recorded(source: str = "") -> Trace:
     return only_source(trace, source) if source else trace
 
 
-def from_ranks(expression: str) -> dict[int, Any]:
+def from_ranks(expression: str) -> RankValues:
     """Return the value of a Python expression on each rank, by rank.
+
+    If the newest step has not ended on all ranks, the values are those of an older one: findings about them fail.
 
     Args:
         expression: of numbers, texts, lists, dicts, tensors and arrays; the last two become lists. NaN is kept.
@@ -64,8 +68,11 @@ def from_ranks(expression: str) -> dict[int, Any]:
         UsageError: the extension is not loaded, or no ranks run.
         RankError: the expression raised, or its value cannot be sent.
     """
-    report = _workbench().run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
-    return {rank: _sent(text) for rank, text in sorted(report.texts.items())}
+    workbench = _workbench()
+    report = workbench.run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
+    found = RankValues({rank: _sent(text) for rank, text in sorted(report.texts.items())})
+    found.problem = unended_step(workbench.trace)
+    return found
 
 
 def _sent(text: str) -> Any:  # noqa: ANN401 - the value
@@ -86,7 +93,7 @@ def only_source(trace: Trace, source: str) -> Trace:
     """Return a trace with the events of the units of one source only, renumbered.
 
     Bytes count if they belong to one of these units; so the optimizer's state, which belongs to none, does not. Steps
-    in which no such unit has an event are left out.
+    in which no such unit has an event are left out, except the newest if it ran no unit at all, or has not ended.
 
     Args:
         trace: the whole trace: the bytes of units that were made before its first row are unknown.
@@ -109,7 +116,13 @@ def _only(rank: RankTrace, mine: NDArray[np.bool_]) -> RankTrace:
     rows = rank.rows
     own = mine[np.where(rows["unit"] < len(mine) - 1, rows["unit"], -1)]
     of_none = (rows["unit"] < 0) & ~of_kind(rows, MOVES)
-    kept = rows[own | (of_none & np.isin(rows["step"], [-1, *np.unique(rows["step"][own])]))].copy()
+    begun = rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]
+    newest = rows[np.isin(rows["step"], begun[-1:])]
+    counts_anyway = (
+        not (newest["unit"] >= 0).any() or not ((newest["kind"] == Kind.STEP) & (newest["edge"] == Edge.END)).any()
+    )
+    steps = [-1, *np.unique(rows["step"][own]), *(begun[-1:] if counts_anyway else [])]
+    kept = rows[own | (of_none & np.isin(rows["step"], steps))].copy()
     kept["seq"] = rank.start.seq + np.arange(len(kept))
     states = {unit: state for unit, state in rank.start.unit_states.items() if mine[unit]}
     reducing = {unit: count for unit, count in rank.start.reducing.items() if mine[unit]}

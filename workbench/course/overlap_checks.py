@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.base.text_formats import format_duration
 from workbench.course.finding import CheckFinding, and_list, fails, holds
-from workbench.course.run_steps import no_step, read_call, step_of
+from workbench.course.run_steps import read_call, runs_no_unit, step_of
 from workbench.errors import UsageError
 from workbench.events import WORK, Edge, Kind
 from workbench.replay import collectives
@@ -36,8 +36,8 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
     """
     what = read_call(kind)
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
     ahead = ahead_of_work(trace, what.kind, number)
     few = {rank: count for rank, count in ahead.items() if count[0] < at_least}
     word = what.kind.words
@@ -111,15 +111,17 @@ def exposed(
     if (at_most_ns is None) == (reference is None):
         raise UsageError("exposed needs a limit: at_most_ns=NANOSECONDS, or reference=other_trace")
     number = step_of(trace, step)
-    if number is None:
-        return no_step(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
+    if problem := runs_no_unit(trace, number):
+        return fails(problem)
     mine_ns, step_ns = _exposed_ns(trace, number)
     limit = at_most_ns
     against = ""
     if reference is not None:
-        other = step_of(reference, step)
-        if other is None:
-            return no_step(reference, step, "the reference run")
+        other = step_of(reference, step, "the reference run")
+        if isinstance(other, CheckFinding):
+            return other
         best, _ = _exposed_ns(reference, other)
         limit = ratio * best
         against = f", {mine_ns / max(best, 1):.2f} times the {format_duration(best)} of the reference"

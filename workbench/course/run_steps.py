@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from workbench.course.finding import CheckFinding, fails
-from workbench.errors import UsageError
+from workbench.errors import RankError, UsageError, without_colours
 from workbench.events import COLLECTIVES, ROOT, Edge, Kind, unit_words
+from workbench.replay.grouping import label
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.step_names import step_name
 
 
-def step_of(trace: Trace, step: int) -> int | None:
-    """Return the number of a step, None if there is none; -1 is the newest that has ended on all ranks, and so on."""
-    ended = [set(_ended(rank)) for rank in trace.ranks]
+def step_of(trace: Trace, step: int, what: str = "the run") -> int | CheckFinding:
+    """Return the number of a step that has ended on all ranks, or the finding that there is none.
+
+    Args:
+        trace: of the run.
+        step: its number; a negative one counts from the newest step that has begun.
+        what: the run, for the sentence.
+    """
+    ended = [set(_steps(rank, Edge.END)) for rank in trace.ranks]
     common = sorted(set[int]() if not ended else ended[0].intersection(*ended[1:]))
-    if step >= 0:
-        return step if step in common else None
-    return common[step] if -step <= len(common) else None
-
-
-def _ended(rank: RankTrace) -> list[int]:
-    ends = rank.rows[(rank.kinds == Kind.STEP) & (rank.rows["edge"] == Edge.END)]
-    found: list[int] = ends["step"].tolist()
-    return found
-
-
-def no_step(trace: Trace, step: int, what: str = "the run") -> CheckFinding:
-    """Return the finding that a step was not recorded."""
+    unended = unended_step(trace)
+    if step < 0 and unended:
+        return fails(unended)
+    if step >= 0 and step in common:
+        return step
+    if step < 0 and -step <= len(common):
+        return common[step]
     number = len(steps(trace))
     if not number:
         return fails(f"{what} has no recorded step: train at least one, such as with %fsdp step 1")
@@ -35,11 +37,43 @@ def no_step(trace: Trace, step: int, what: str = "the run") -> CheckFinding:
     return fails(f"{what} has no {wanted} that ended on all ranks; it has {number} recorded")
 
 
+def unended_step(trace: Trace) -> str:
+    """Return that the newest step has begun and not ended on all ranks, and its error; empty if it has ended."""
+    newest = max((step for rank in trace.ranks for step in _steps(rank, Edge.BEGIN)), default=-1)
+    left = [rank.rank for rank in trace.ranks if newest >= 0 and newest not in _steps(rank, Edge.END)]
+    if not left:
+        return ""
+    error = getattr(sys, "last_value", None)  # which IPython notes
+    first = without_colours(str(error)).strip().partition("\n")[0] if isinstance(error, RankError) else ""
+    advice = f"it raised {first}" if first else "continue it if it is stopped, or read the error above"
+    return f"{step_name(newest)} began and did not end on {label(left)}, and an older step does not count: {advice}"
+
+
+def runs_no_unit(trace: Trace, step: int) -> str:
+    """Return that no rank ran a sharded unit in a step; empty if one did."""
+    if any((rank.rows["unit"] >= 0).any() for rank in trace.slice(step=step).ranks):
+        return ""
+    return (
+        f"{step_name(step)} ran no sharded unit: the model was not sharded, or another one was trained; look for an "
+        "error in the cell that shards it"
+    )
+
+
+def _steps(rank: RankTrace, edge: Edge) -> list[int]:
+    found: list[int] = rank.rows[(rank.kinds == Kind.STEP) & (rank.rows["edge"] == edge)]["step"].tolist()
+    return found
+
+
 class CallKind(NamedTuple):
     """A kind of collective, and the name of a unit; None: all units."""
 
     kind: Kind
     unit: str | None
+
+    @property
+    def plural(self) -> str:
+        """The collectives as text: ``"all-gathers of blocks.1"``."""
+        return f"{self.kind.words}s{'' if self.unit is None else f' of {unit_words(self.unit)}'}"
 
     def words(self, amount: int, *, in_bytes: bool) -> str:
         """Return a number of these collectives, or of their bytes, as text: ``"9 all-gathers of blocks.1"``."""

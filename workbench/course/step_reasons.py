@@ -8,9 +8,10 @@ import numpy as np
 
 from workbench.base.text_formats import format_bytes, plural
 from workbench.course.finding import unit_list
-from workbench.events import Edge, Kind, UnitState
+from workbench.events import MOVES, Category, Edge, Kind, UnitState
 from workbench.replay import collectives
 from workbench.replay.peak_savings import Knob
+from workbench.replay.spans import of_kind
 from workbench.replay.states import start as states_before
 from workbench.replay.unit_history import UnitCause, histories
 from workbench.reports.explain_peak import explain_peak
@@ -113,6 +114,33 @@ def peak_reason(trace: Trace, step: int, rank: int) -> str:
     if kept:
         return f"the full parameters of {unit_list(trace.header, kept)} stay after forward: free them until backward"
     return ""
+
+
+def unfreed_units(rank: RankTrace, step: int) -> list[int]:
+    """Return the units whose full parameters a rank resharded in a step, and still held when it gathered them again.
+
+    After the last time in the step, the end of the step counts.
+    """
+    first, after = rank.places_of(step, step)
+    moves = of_kind(rank.rows, MOVES) & (rank.rows["category"] == Category.UNSHARDED_PARAMS)
+    held: Counter[int] = Counter()  # bytes of full parameters by unit
+    for row in rank.rows[:first][moves[:first]]:
+        held[int(row["unit"])] = max(held[int(row["unit"])] + int(row["num_bytes"]), 0)
+    earlier = Counter(held)  # as of the event before: memory may come back just before it is filled again
+    found, resharded = set(), set()
+    for is_move, row in zip(moves[first:after], rank.rows[first:after], strict=True):
+        kind, unit = row["kind"], int(row["unit"])
+        if is_move:
+            held[unit] = max(held[unit] + int(row["num_bytes"]), 0)
+            continue
+        if kind == Kind.RESHARD:
+            resharded.add(unit)
+        elif kind == Kind.UNSHARD and row["edge"] == Edge.BEGIN and unit in resharded:
+            resharded.discard(unit)
+            if min(earlier[unit], held[unit]) > 0:
+                found.add(unit)
+        earlier = Counter(held)
+    return sorted(found | {unit for unit in resharded if held[unit] > 0})
 
 
 def _price(trace: Trace, step: int) -> str:

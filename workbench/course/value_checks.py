@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.course.finding import CheckFinding, fails, holds
+from workbench.course.finding import CheckFinding, fails, holds, not_an_answer, short
 from workbench.replay.grouping import by_value, label
 
 _Floats = NDArray[np.float64]
@@ -21,6 +22,8 @@ def agree(values: Mapping[int, Any] | Sequence[Any], what: str = "the values") -
         values: of each rank, by rank or in the order of ranks, as :func:`~workbench.course.from_ranks` returns them.
         what: what they are, for the sentence.
     """
+    if problem := problem_of(values):
+        return fails(problem)
     by_rank = dict(values) if isinstance(values, Mapping) else dict(enumerate(values))
     if not by_rank:
         return fails(f"{what}: no rank has any")
@@ -29,8 +32,8 @@ def agree(values: Mapping[int, Any] | Sequence[Any], what: str = "the values") -
         return holds(f"{what} are equal on {label(by_rank)}")
     (first, *_), (other, *_), *_ = groups.values()
     return fails(
-        f"{what} differ: rank {first} has {_short(by_rank[first])}, rank {other} has {_short(by_rank[other])}",
-        "ranks part when they begin with other weights, reduce other gradients, or do not reduce them at all",
+        f"{what} differ: rank {first} has {short(by_rank[first])}, rank {other} has {short(by_rank[other])}",
+        "what differs between ranks was not reduced over all of them, or one rank alone had the result",
     )
 
 
@@ -40,6 +43,8 @@ def same(
     atol: float = 1e-6,
     rtol: float = 1e-5,
     what: str = "the values",
+    *,
+    look: str = "",
 ) -> CheckFinding:
     """Return whether numbers are those of a reference, such as the losses of the unsharded run.
 
@@ -49,11 +54,30 @@ def same(
         atol: absolute difference that is allowed.
         rtol: relative difference that is allowed in addition, as in :func:`numpy.isclose`.
         what: what they are, for the sentence.
+        look: what a student has to read again: then ``values`` is an answer, and the sentence has no right value.
     """
+    if problem := problem_of(values) or problem_of(reference):
+        return fails(problem)
+    if not _is_answer(values):
+        return not_an_answer(values, what, "a number")
     wrong = [found for found in _differences(values, reference, atol, rtol, "") if found]
     if not wrong:
         return holds(f"{what} are those of the reference")
-    return fails(f"{what} are not those of the reference: {wrong[0]}{_ratio_words(values, reference)}")
+    sentence = f"{what} are not those of the reference: {wrong[0]}{_ratio_words(values, reference)}"
+    if look:
+        return replace(fails(f"{what}: {short(values)} is not right", look), answer=sentence)
+    return fails(sentence)
+
+
+class RankValues(dict[int, Any]):
+    """Values by rank, and why they are not those of the newest step; empty if they are."""
+
+    problem = ""
+
+
+def problem_of(values: object) -> str:
+    """Return why values are not those of the newest step; empty if they are, or nothing is known of them."""
+    return values.problem if isinstance(values, RankValues) else ""
 
 
 def _differences(values: Any, reference: Any, atol: float, rtol: float, where: str) -> list[str]:  # noqa: ANN401
@@ -67,7 +91,7 @@ def _differences(values: Any, reference: Any, atol: float, rtol: float, where: s
         ]
     mine, theirs = _floats(values), _floats(reference)
     if mine is None or theirs is None:
-        return [] if values == reference else [f"{_short(values)}{where}, expected {_short(reference)}"]
+        return [] if _is_equal(values, reference) else [f"{short(values)}{where}, expected {short(reference)}"]
     if mine.shape != theirs.shape:
         return [f"shape {mine.shape}{where}, expected {theirs.shape}"]
     close = np.isclose(mine, theirs, rtol=rtol, atol=atol, equal_nan=True)
@@ -110,6 +134,18 @@ def _ratio_words(values: Any, reference: Any) -> str:  # noqa: ANN401 - as in :f
     return f" (all are {ratio:g} times as large)" if abs(ratio) > 1 else f" (all are {1 / ratio:g} times too small)"
 
 
+def _is_answer(value: Any) -> bool:  # noqa: ANN401 - as in :func:`same`
+    """Return whether there is a value to compare at all."""
+    if isinstance(value, Mapping):
+        return bool(value)
+    return not (value is None or value is ... or (isinstance(value, Sequence) and not len(value)))
+
+
+def _is_equal(value: Any, reference: Any) -> bool:  # noqa: ANN401 - as in :func:`same`
+    """Return whether two values of one type are equal; an object that equals everything is not."""
+    return type(value) is type(reference) and bool(value == reference)
+
+
 def _name(key: object) -> str:
     return f"rank {key}" if isinstance(key, int) else str(key)
 
@@ -124,8 +160,3 @@ def _floats(value: Any) -> _Floats | None:  # noqa: ANN401 - what may be numbers
 def _key(value: Any) -> object:  # noqa: ANN401 - what may be numbers
     found = _floats(value)
     return repr(value) if found is None else (found.shape, found.tobytes())
-
-
-def _short(value: object) -> str:
-    text = repr(value) if not isinstance(value, float) else f"{value:.7g}"
-    return text if len(text) <= 60 else f"{text[:57]}..."

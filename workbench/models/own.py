@@ -5,8 +5,9 @@ resharded and reduced. Collectives inside these marks belong to the unit. Where 
 after one comparison, and checks nothing.
 
 Bytes are counted by storage. A storage counts in one class at a time: an output of an all-gather counts among the
-buffers, and among the unsharded parameters once the full parameters are views of it. The source is told when full
-parameters are freed (:meth:`OwnUnit.reshard`); all other storages count as long as they exist.
+buffers, and among the unsharded parameters once the full parameters are views of it. The source announces that full
+parameters are freed (:meth:`OwnUnit.reshard`). If their storage still has bytes at the next mark, at the optimizer or
+at the end of the step, it counts again until it is empty or dead. All other storages count as long as they exist.
 """
 
 from __future__ import annotations
@@ -199,7 +200,14 @@ class OwnUnits:
                 unit._introduce(is_new=False)
         if self._was_left:
             self.reset()
+        self._count_unfreed()
         return True
+
+    def _count_unfreed(self) -> None:
+        """Count the full parameters that units announced as freed and still hold."""
+        if self._probe is probe.active:
+            for unit in list(self._units.values()):
+                unit._count_unfreed()
 
     def _ends(self) -> bool:
         """Return whether the end of something may be announced: not while an error unwinds what had begun."""
@@ -229,6 +237,13 @@ def reset_all() -> None:
         units.reset()
 
 
+def count_unfreed() -> None:
+    """Count the full parameters that any :class:`OwnUnits` announced as freed and still holds."""
+    if probe.active is not None:
+        for units in list(_EVERY):
+            units._count_unfreed()
+
+
 class OwnUnit:
     """A unit of your own FSDP, made by :meth:`OwnUnits.add`.
 
@@ -256,6 +271,7 @@ class OwnUnit:
         self.info = info
         self._units, self._shards, self._shard_rank = units, shards, shard_rank
         self._full: dict[str, torch.Tensor] = {}
+        self._freed: list[weakref.ref[torch.UntypedStorage]] = []  # storages announced as freed
         self._grads: dict[str, weakref.ref[torch.Tensor]] = {}
         self._is_known = True  # False: nothing recorded its past, so it may be unsharded
         self._is_unsharding = False
@@ -313,7 +329,7 @@ class OwnUnit:
             self._start(self._awaiting)
 
     def reshard(self) -> None:
-        """Announce that the full parameters are about to be freed.
+        """Announce that the full parameters are about to be freed; empty their storage, or drop it, right after.
 
         Raises:
             ValueError: the unit is not unsharded.
@@ -333,7 +349,30 @@ class OwnUnit:
         for tensor in self._full.values():
             if not self._is_shard(tensor):
                 count(_storage(tensor), None)
+                self._freed.append(weakref.ref(_storage(tensor)))
         self._full = {}
+
+    def _count_unfreed(self) -> None:
+        """Count the full parameters that :meth:`reshard` announced as freed and that still have bytes."""
+        if not self._freed:
+            return
+        left = []
+        for weak in self._freed:
+            storage = weak()
+            if storage is None or self._counts_as_full(storage):
+                continue
+            if storage.nbytes():
+                left.append(weak)
+                if _counts_as(storage) is None:
+                    handle = BufferHandle(Category.UNSHARDED_PARAMS, self.info.index, storage.nbytes())
+                    count(storage, handle)
+            elif _counts_as(storage) is not None:
+                count(storage, None)
+        self._freed = left
+
+    def _counts_as_full(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage holds the full parameters again."""
+        return any(_storage(tensor) is storage for tensor in self._full.values())
 
     # ---- forward and backward
 
@@ -526,6 +565,7 @@ class OwnUnit:
 
     def _forget(self, *, is_known: bool) -> None:
         self._drop_full()
+        self._freed = []
         self._is_known, self._is_unsharding, self._is_reducing = is_known, False, False
         self._awaiting, self._grads = None, {}
         self._running.clear()

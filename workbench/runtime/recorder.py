@@ -39,6 +39,7 @@ from workbench.events import (
     Unit,
     UnitState,
 )
+from workbench.models.own import count_unfreed
 from workbench.trace import advance
 from workbench.trace.schema import NO_CATEGORY, ROW, ROW_DTYPE, BufferSum, GroupInfo, Header, KeyFrame, RankInfo, Rows
 
@@ -292,6 +293,7 @@ class Recorder:
     def end_step(self) -> None:
         """Close the step, if one is open."""
         if self.step != NO_STEP:
+            count_unfreed()
             self._own(Kind.STEP, Edge.END)
             self.step = NO_STEP
 
@@ -361,6 +363,7 @@ class Recorder:
         """Record the begin or end of an optimizer step."""
         self.on_phase()
         if edge is Edge.BEGIN:
+            count_unfreed()
             self._phase = Phase.OPTIMIZER
         self._own(Kind.OPTIMIZER, edge)
         if edge is Edge.END:
