@@ -6,6 +6,7 @@ Everything is a no-op where nothing records.
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch, is_sharded_by_torch
 from workbench.models.own import OwnParam, OwnUnit, OwnUnits, log_metric
+from workbench.models.tensor_memory import tensor_bytes
 
 __all__ = [
     "OwnParam",
@@ -15,4 +16,5 @@ __all__ = [
     "is_sharded_by_torch",
     "log_metric",
     "sees_all_collectives",
+    "tensor_bytes",
 ]

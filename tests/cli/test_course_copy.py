@@ -1,11 +1,13 @@
 """``workbench course``: the notebooks in a folder of the reader, whose own changes stay."""
 
+import json
+import re
 import sys
 
 import pytest
 
 from workbench.cli import main as cli
-from workbench.cli.course_copy import copy_course
+from workbench.cli.course_copy import NBGRADER_CONFIG, copy_course, for_nbgrader, with_solution
 from workbench.errors import UsageError
 
 
@@ -42,6 +44,57 @@ def test_what_the_reader_changed_stays_and_is_named_in_one_sentence(source, tmp_
         f"1 file copied to {folder}; not replaced, as they differ from this version: 01_a.ipynb."
     )
     assert "\n" not in str(copied)
+
+
+SOLVED = {
+    "mean": ("%%fsdp\ndef mean(x):\n    return x", "%%fsdp\ndef mean(x):\n    return x / n"),
+    "script": ("%%writefile train.py\nwrong", "%%writefile train.py\nright"),
+}
+
+
+@pytest.fixture
+def exercises(tmp_path):
+    """A folder with a notebook of two exercises and their solutions."""
+    folder = tmp_path / "exercises"
+    (folder / "solutions").mkdir(parents=True)
+    cells = [
+        {"cell_type": "code", "metadata": {"nbgrader": {"solution": True, "grade_id": name}}, "source": [start]}
+        for name, (start, _) in SOLVED.items()
+    ]
+    (folder / "03_a.ipynb").write_text(json.dumps({"cells": cells}))
+    code = (f"# %% {name}\n# {solution}\n" for name, (_, solution) in SOLVED.items())
+    (folder / "solutions" / "03_a.py").write_text("\n".join(code))
+    return folder
+
+
+def sources(folder):
+    return ["".join(cell["source"]) for cell in json.loads((folder / "03_a.ipynb").read_text())["cells"]]
+
+
+def test_students_get_no_solutions_and_teachers_do(exercises, tmp_path):
+    copied = copy_course(exercises, tmp_path / "students")
+    assert (copied.new, sources(tmp_path / "students")) == (("03_a.ipynb",), [start for start, _ in SOLVED.values()])
+    copy_course(exercises, tmp_path / "teachers", with_solution)
+    assert sources(tmp_path / "teachers") == [solution for _, solution in SOLVED.values()]
+
+
+def test_an_assignment_keeps_its_starting_points(exercises, tmp_path):
+    folder = tmp_path / "source"
+    assert NBGRADER_CONFIG in copy_course(exercises, folder, for_nbgrader).new
+    region = re.compile("### BEGIN SOLUTION\n.*### END SOLUTION", re.DOTALL)  # nbgrader's ClearSolutions
+    mean, script = sources(folder)
+    assert mean.startswith("%%fsdp\n")
+    assert mean.count("%%") == 1
+    assert region.sub("# YOUR CODE HERE", mean) == f"{SOLVED['mean'][0]}\n\n# YOUR CODE HERE"
+    assert region.sub("# YOUR CODE HERE", script) == f"{SOLVED['script'][0]}\n\n# YOUR CODE HERE"
+    names = {"n": 4}
+    exec(mean.removeprefix("%%fsdp"), names)
+    assert names["mean"](8) == 2, "in the instructor's copy, the solution counts"
+
+
+def test_solutions_and_an_assignment_are_two_things(capsys):
+    assert cli.main(["course", "x", "--solutions", "--nbgrader"]) == 2
+    assert "give --solutions or --nbgrader" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(source, tmp_path):

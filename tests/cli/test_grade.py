@@ -72,6 +72,31 @@ def test_each_check_passes_fails_or_is_not_reached(bad):
     assert (bad.score, bad.max_score, bad.passed) == (1, 4, False)
 
 
+LOOPS = (
+    IMPORT,
+    "import time\nfirst = nothing",
+    "check('first', same(first, 1))",
+    "while True:\n    time.sleep(0.01)",
+    "check('second', same(1, 1))",
+)
+
+
+def test_one_error_and_one_loop_cost_one_exercise_each(tmp_path):
+    """The cells after them still run, and their checks count."""
+    path = saved(tmp_path / "loops.ipynb", *LOOPS)
+    found = grade.grade(path, keep_going=True, cell_timeout_s=5, timeout_s=LONG_S)
+    assert [(check.name, check.status) for check in found.checks] == [("first", "not reached"), ("second", "passed")]
+    assert found.checks[0].sentences[0].startswith("not reached: cell 3 raised NameError: name 'first'")
+    assert not found.problem
+
+
+def test_a_cell_has_a_limit_of_its_own(tmp_path):
+    found = grade.grade(
+        saved(tmp_path / "loops.ipynb", IMPORT, "import time", *LOOPS[3:]), cell_timeout_s=5, timeout_s=LONG_S
+    )
+    assert found.problem == "cell 3 was running after 5 s"
+
+
 def test_nobody_predicts_in_a_graded_run(bad):
     (prediction,) = bad.predictions
     assert (prediction.predicted, prediction.measured, prediction.distance) == (None, 3, "")

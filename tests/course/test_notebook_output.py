@@ -7,13 +7,14 @@ from dataclasses import replace
 import nbformat.v4
 import numpy as np
 import pytest
+import torch
 
 from tests.helpers.own_fsdp import FSDP, source_of
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.student_fsdp import trained
 from tests.helpers.watched import watch
 from workbench.cli.grade import grade
-from workbench.course import agree, counts, from_ranks, nothing_left, only_source, peak, recorded, same
+from workbench.course import agree, counts, from_ranks, held, nothing_left, only_source, peak, recorded, same
 from workbench.course import notebook_output as outputs
 from workbench.errors import UsageError
 from workbench.events import Category
@@ -28,12 +29,13 @@ class Session:
 
     def __init__(self, trace=None):
         self.trace = trace or Trace.empty()
+        self.train_step = list
 
     def run_cell(self, code):
         texts = {}
         for rank in (1, 0):
             said = [f"of rank {rank}"]
-            exec(code, {"rank": rank, "np": np, "print": said.append})
+            exec(code, {"rank": rank, "np": np, "print": said.append, "train_step": self.train_step})
             texts[rank] = "\n".join(said)
         return CellReport(texts=texts)
 
@@ -61,6 +63,18 @@ def test_values_of_ranks_are_not_those_of_a_newest_step_that_did_not_end(session
         assert finding.sentence.startswith(
             "step 2 began and did not end on ranks 0-3, and an older step does not count"
         )
+
+
+def test_what_no_engine_announces_is_held_all_the_same(session):
+    hidden = []
+    session.train_step = lambda: hidden.append(torch.zeros(250_000))
+    assert held(at_rest=2**40, in_step=2**20).sentence.startswith(
+        "in a step, all tensors of a rank rise by at most 977"
+    )
+    assert held(at_rest=2**40, in_step=2**19).sentence.startswith(
+        "in a step, the tensors of rank 0 rise by 977 KiB, more than 512 KiB: more units are whole at once"
+    )
+    assert ", more than 1.00 KiB: it holds more than its shards" in held(at_rest=2**10, in_step=2**40).sentence
 
 
 def test_without_the_extension_the_error_says_what_to_run():

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.helpers.simulated_job import Setup, simulate
-from workbench.course import exposed, overlaps
+from workbench.course import exposed, overlaps, waited
 from workbench.errors import UsageError
-from workbench.trace.columns import Trace
+from workbench.events import Kind
+from workbench.trace.columns import RankTrace, Trace
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,24 @@ def test_the_number_that_is_wanted_is_a_limit(ahead):
 
 def test_without_any_collective_no_reason_is_given(ahead):
     assert overlaps(ahead, "broadcast").sentence == "ranks 0-3 issue 0 of 0 broadcasts ahead in step 2, not at least 1"
+
+
+def without(trace, unit, chosen):
+    """Return a trace without the chosen rows of a unit."""
+    ranks = []
+    for rank in trace.ranks:
+        rows = rank.rows[~(chosen(rank.rows) & (rank.rows["unit"] == unit))].copy()
+        rows["seq"] = range(len(rows))
+        ranks.append(RankTrace(rank.rank, rows, rank.start))
+    return Trace(trace.header, tuple(ranks))
+
+
+def test_a_unit_that_computes_before_its_gather_was_waited_for_is_named(ahead):
+    assert waited(ahead).sentence == "each unit waits for its all-gather before it computes, in step 2"
+    never = without(ahead, 1, lambda rows: rows["kind"] == Kind.WAIT)
+    assert waited(never).sentence.startswith(
+        "ranks 0-3 compute with blocks.1 in step 2 before their all-gathers were waited for: the right numbers are luck"
+    )
 
 
 def test_a_reference_gives_the_limit_of_exposed_communication(ahead, waits):

@@ -1,17 +1,10 @@
 """The notebooks of the course: their exercises, the solutions of these, and a kernel that runs one after the other.
 
 A cell with ``nbgrader.solution`` in its metadata is the answer of an exercise; the next cell with ``nbgrader.grade``
-checks it. ``tests/course/solutions/NAME.py`` holds a solution per ``grade_id``::
-
-    # %% collectives-mean
-    # %%fsdp
-    mean = total / world_size
-
-A comment that begins with ``# %%`` and a ``grade_id`` begins a solution. As in jupytext, a magic is a comment.
+checks it. The solutions are those of ``workbench.cli.course_copy``.
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +23,9 @@ from workbench.base import ports
 FOLDER = REPO / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 INSIDE = FOLDER / "02_inside_a_step.ipynb"
-SOLUTIONS = REPO / "tests" / "course" / "solutions"
 TIMEOUT_S = 300
 
 _FIRST_TRY = "first_try"
-_HEAD = re.compile(r"^# %% ([\w-]+)$", re.MULTILINE)
-_MAGIC = re.compile(r"^(\s*)# (?=%{1,2}\w)", re.MULTILINE)
 _NEXT = """
 import os
 os.chdir({folder!r})
@@ -80,15 +70,6 @@ def exercises(notebook: NotebookNode) -> tuple[Exercise, ...]:
     ends = [*answers, len(of_cells)][1:]
     assert all(each.answer < each.check < end for each, end in zip(found, ends, strict=True))
     return found
-
-
-def solutions(path: Path) -> Mapping[str, str]:
-    """Return the solution of each exercise of the notebook at ``path``, by ``grade_id``."""
-    file = SOLUTIONS / f"{path.stem}.py"
-    if not file.exists():
-        return {}
-    _, *parts = _HEAD.split(file.read_text(encoding="utf-8"))
-    return {name: _MAGIC.sub(r"\1", code).strip() for name, code in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:

@@ -5,7 +5,8 @@ from typing import Any
 import nbformat
 import torch.distributed as dist
 
-from tests.helpers.course_notebooks import FOLDER, solutions
+from tests.helpers.course_notebooks import FOLDER
+from workbench.cli.course_copy import solutions
 
 NOTEBOOK = FOLDER / "08_write_your_own_fsdp.ipynb"
 MODEL, FLAT, ENGINE, ADAPTERS, PLAIN = "own-model", "own-flat", "own-fsdp", "own-adapters", "own-plain"

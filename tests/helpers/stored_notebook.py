@@ -5,7 +5,8 @@ from pathlib import Path
 
 import nbformat
 
-from tests.helpers.course_notebooks import assert_only_solutions_pass, solutions, solved
+from tests.helpers.course_notebooks import assert_only_solutions_pass, solved
+from workbench.cli.course_copy import solutions
 from workbench.cli.demo import execute
 
 

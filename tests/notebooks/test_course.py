@@ -16,12 +16,12 @@ from tests.helpers.course_notebooks import (
     WarmKernel,
     assert_only_solutions_pass,
     exercises,
-    solutions,
     solved,
 )
 from tests.helpers.package_source import REPO
 from tests.helpers.replay_recording import NUM_RANKS, NUM_STEPS, RECORDING
 from tests.helpers.stored_notebook import assert_kept_without_outputs
+from workbench.cli.course_copy import solutions
 from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(500)]

@@ -6,8 +6,9 @@ import nbformat
 import pytest
 
 from tests.helpers.browser import figures, open_offline
-from tests.helpers.course_notebooks import FOLDER, solutions, solved
+from tests.helpers.course_notebooks import FOLDER, solved
 from tests.helpers.replay_recording import RECORDING
+from workbench.cli.course_copy import solutions
 from workbench.cli.demo import execute
 from workbench.cli.notebook_page import to_page
 

@@ -93,6 +93,11 @@ def test_code_makes_it_again(code, ranks):
         ),
         (Shard(model="m", mesh=(4,), mp="off", offload=False, prefetch=0), "shard m --mesh 4"),
         (
+            Shard(model="m", mesh=(4,), prefetch="auto", reshard_after_forward=True),
+            "shard m --mesh 4 --reshard-after-forward true",
+        ),
+        (Reshard(model="m", reshard_after_forward=False), "reshard m --reshard-after-forward false"),
+        (
             Shard(model="m", api="classic", strategy="hybrid", mesh="2x2", orig_params=True, mp="bf16", prefetch=1),
             "shard m --mesh 2x2 --api classic --strategy hybrid --orig-params --mp bf16 --prefetch 1",
         ),
@@ -149,7 +154,7 @@ RESHARD = "reshard_after_forward is one of auto, true, false, or a number of ran
 MESH = (
     "mesh is hosts (one replica per host), a number of shard ranks, or replicas x shard ranks, such as 4 or 2x2, not "
 )
-PREFETCH = "prefetch is the number of units gathered ahead: 1, 2, ..., or 0 for the engine's own order, not "
+PREFETCH = "prefetch is the number of units gathered ahead: 1, 2, ..., or auto for the engine's own order, not "
 MP = (
     "mp is a dtype, with reduce= and output= if they differ, such as bf16 or "
     "bf16,reduce=fp32,output=fp32; off means none, also for one of them: reduce=off; the dtypes are "
@@ -227,7 +232,6 @@ STRATEGY = (
         (lambda: Evaluate(expr="x", frame=-1), "frame is a number, 0 for the innermost, not -1"),
         (lambda: Verify(fn=""), f"{FN}''"),
         (lambda: Shard(model="m", reshard_after_forward=1), f"{RESHARD}1"),
-        (lambda: Shard(model="m", reshard_after_forward=True), f"{RESHARD}True"),
         (lambda: Shard(model="m", reshard_after_forward=""), f"{RESHARD}''"),
         (lambda: Shard(model="m", mesh=(2, 2, 2)), f"{MESH}'2x2x2'"),
         (lambda: Shard(model="m", mesh=(0,)), f"{MESH}'0'"),

@@ -41,6 +41,9 @@ from workbench.reports.tables import Table
 TIMEOUT_S = 1800
 """Seconds that a notebook may take."""
 
+CELL_TIMEOUT_S = 120
+"""Seconds that a cell may take if the others run on after it."""
+
 Status = Literal["passed", "failed", "not reached"]
 
 _POLL_S = 0.1
@@ -150,7 +153,14 @@ class GradeReport:
             yield f"The notebook did not run to its end: {self.problem}"
 
 
-def grade(path: Path, *, against: Path | None = None, timeout_s: float = TIMEOUT_S) -> GradeReport:
+def grade(
+    path: Path,
+    *,
+    against: Path | None = None,
+    timeout_s: float = TIMEOUT_S,
+    cell_timeout_s: float | None = None,
+    keep_going: bool = False,
+) -> GradeReport:
     """Run a notebook in its own folder, in a new kernel of this Python, and return its checks; no file is changed.
 
     All processes that it started have ended when this returns or raises, also after Ctrl-C.
@@ -159,6 +169,9 @@ def grade(path: Path, *, against: Path | None = None, timeout_s: float = TIMEOUT
         path: the notebook.
         against: the instructor's copy, whose graded cells take the place of those of ``path``; only these count.
         timeout_s: seconds that the notebook may take.
+        cell_timeout_s: seconds that a cell may take; None: as many as are left, with ``keep_going`` at most
+            :data:`CELL_TIMEOUT_S`.
+        keep_going: whether cells after one that raised, or took too long and was interrupted, still run.
 
     Raises:
         UsageError: a file is missing or is not a notebook, there is no check, its points are no number, or the kernel
@@ -180,7 +193,10 @@ def grade(path: Path, *, against: Path | None = None, timeout_s: float = TIMEOUT
         tags = notebook.cells[index].metadata.get("tags", [])
         notebook.cells[index].metadata["tags"] = sorted({*tags, "raises-exception"})
     begin = time.monotonic()
-    problem = _run(notebook, path.resolve().parent, timeout_s)
+    limit = CELL_TIMEOUT_S if cell_timeout_s is None and keep_going else cell_timeout_s
+    problem = _run(
+        notebook, path.resolve().parent, timeout_s, timeout_s if limit is None else limit, keep_going=keep_going
+    )
     seconds = time.monotonic() - begin
     checks = [check for index, cell in sorted(cells.items()) for check in _results(notebook, index, cell, problem)]
     if against is None:
@@ -350,8 +366,15 @@ class _Client(NotebookClient):
         return None
 
 
-def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
+def _run(notebook: NotebookNode, folder: Path, timeout_s: float, cell_timeout_s: float, *, keep_going: bool) -> str:
     """Run a notebook, which receives the outputs; return why it did not run to its end, or an empty text.
+
+    Args:
+        notebook: the notebook.
+        folder: where it runs.
+        timeout_s: seconds that it may take.
+        cell_timeout_s: seconds that a cell may take.
+        keep_going: see :func:`grade`.
 
     Raises:
         UsageError: the kernel did not start.
@@ -374,18 +397,16 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
         environment = {**os.environ, UNATTENDED: "1", processes.MARKER: mark}
         try:
             asyncio.run(execute(env=environment))
-        except CellExecutionError as error:
-            problem = f"cell {begun + 1} raised {_error(error.ename, error.evalue)}"
-        except CellTimeoutError:
-            problem = f"cell {begun + 1} was running when the notebook had taken {timeout_s:g} s"
-        except Exception as error:  # noqa: BLE001 - of the kernel's process or its sockets
-            problem = f"the kernel died in cell {begun + 1}: {error}" if begun >= 0 else f"the kernel failed: {error}"
+        except Exception as error:  # noqa: BLE001 - also of the kernel's process or its sockets
+            problem = _problem(error, begun, _after(timeout_s, cell_timeout_s, deadline))
         finally:
             has_ended.set()
 
     options = {
-        "timeout_func": lambda _cell: max(int(deadline - time.monotonic()), 1),
+        "timeout_func": lambda _cell: max(int(min(cell_timeout_s, deadline - time.monotonic())), 1),
         "allow_error_names": [CheckFailed.__name__],
+        "allow_errors": keep_going,
+        "interrupt_on_timeout": keep_going,
         "on_cell_start": note,
     }
     reaper = Reaper(mark)  # ends the processes if this one is killed
@@ -397,7 +418,10 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
         ):
             # in a thread: in the main thread nbclient handles Ctrl-C itself, and leaves the processes of ranks
             threading.Thread(target=run, name="graded notebook").start()
-            _wait(has_ended, interrupts, lambda within_s: _end_processes(mark, brood, within_s))
+            if not _wait(
+                has_ended, interrupts, lambda within_s: _end_processes(mark, brood, within_s), deadline + _END_S
+            ):
+                problem = f"cell {begun + 1} was running {_after(timeout_s, cell_timeout_s, 0)}"
     finally:
         reaper.close(_END_S)
     if interrupts.count:
@@ -407,12 +431,42 @@ def _run(notebook: NotebookNode, folder: Path, timeout_s: float) -> str:
     return problem
 
 
-def _wait(has_ended: threading.Event, interrupts: CountInterrupts, end: Callable[[float], None]) -> None:
-    """Wait until the notebook has ended, also by Ctrl-C, and ``end`` its processes within a number of seconds."""
+def _problem(error: Exception, begun: int, after: str) -> str:
+    """Return why a notebook did not run to its end, as text.
+
+    Args:
+        error: that nbclient raised.
+        begun: index of the newest cell; -1: none has begun.
+        after: which limit it has reached, if it has.
+    """
+    if isinstance(error, CellExecutionError):
+        return f"cell {begun + 1} raised {_error(error.ename, error.evalue)}"
+    if isinstance(error, CellTimeoutError):
+        return f"cell {begun + 1} was running {after}"
+    return f"the kernel died in cell {begun + 1}: {error}" if begun >= 0 else f"the kernel failed: {error}"
+
+
+def _after(timeout_s: float, cell_timeout_s: float, deadline: float) -> str:
+    """Return which limit a cell has reached, as text."""
+    is_over = time.monotonic() >= deadline - 1  # nbclient has whole seconds
+    return f"when the notebook had taken {timeout_s:g} s" if is_over else f"after {cell_timeout_s:g} s"
+
+
+def _wait(
+    has_ended: threading.Event, interrupts: CountInterrupts, end: Callable[[float], None], deadline: float
+) -> bool:
+    """Wait until the notebook has ended, also by Ctrl-C, and ``end`` its processes within a number of seconds.
+
+    Returns:
+        Whether it ended before the ``deadline``, of the monotonic clock.
+    """
+    is_late = False
     while not has_ended.wait(_POLL_S):
-        if interrupts.count:
+        is_late = is_late or time.monotonic() > deadline
+        if interrupts.count or is_late:
             end(0.0)
     end(_END_S)
+    return not is_late
 
 
 def _end_processes(mark: str, brood: Callable[[], set[psutil.Process]], within_s: float) -> None:

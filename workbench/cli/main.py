@@ -173,10 +173,15 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     course = words.add_parser("course", description=_COURSE, help="copy the notebooks into a folder and open them")
     course.add_argument("folder", nargs="?", default="fsdp-course", metavar="DIR", help="default: fsdp-course")
     course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
+    course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
+    course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
     grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook")
     grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
     grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
+    grade.add_argument("--cell-timeout", type=float, metavar="SECONDS", help="for each cell (with --keep-going: 120)")
+    grade.add_argument("--keep-going", action="store_true", help="run the cells after one that raised or took too long")
+    grade.add_argument("--reveal", action="store_true", help="for teachers: write right answers beside wrong ones")
     grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
     grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
     grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
@@ -255,7 +260,10 @@ def _course(args: argparse.Namespace) -> int:
     from workbench.cli import course_copy  # noqa: PLC0415 - loaded when used
 
     folder = Path(args.folder).expanduser().absolute()
-    copied = course_copy.copy_course(find_tour().parent, folder)
+    if args.solutions and args.nbgrader:
+        return _fail(args, UsageError("give --solutions or --nbgrader: the source of an assignment has solutions"), 2)
+    change = course_copy.with_solution if args.solutions else course_copy.for_nbgrader if args.nbgrader else None
+    copied = course_copy.copy_course(find_tour().parent, folder, change)
     sys.stderr.write(f"{copied}\n")
     if args.copy_only:
         return 0
@@ -265,12 +273,21 @@ def _course(args: argparse.Namespace) -> int:
 
 def _grade(args: argparse.Namespace) -> int:
     from workbench.cli import grade, grade_files  # noqa: PLC0415 - loaded when used
+    from workbench.course.checks import REVEAL  # noqa: PLC0415
     from workbench.reports.json_document import document, to_line  # noqa: PLC0415
 
     against = None if args.against is None else Path(args.against)
     limit = grade.TIMEOUT_S if args.timeout is None else args.timeout
+    if args.reveal:
+        os.environ[REVEAL] = "1"  # the kernel inherits it
     try:
-        report = grade.grade(Path(args.notebook), against=against, timeout_s=limit)
+        report = grade.grade(
+            Path(args.notebook),
+            against=against,
+            timeout_s=limit,
+            cell_timeout_s=args.cell_timeout,
+            keep_going=args.keep_going,
+        )
     except UsageError as error:
         _write_file(args.json_file, to_line(document(args.word, error=error)))
         _write_file(args.gradescope, grade_files.not_run(error))

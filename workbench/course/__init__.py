@@ -5,8 +5,8 @@ from workbench.course.checks import CheckFailed, check
 from workbench.course.engine_checks import engine_findings
 from workbench.course.finding import CheckFinding
 from workbench.course.memory_checks import nothing_left, peak, states
-from workbench.course.notebook_output import from_ranks, only_source, recorded
-from workbench.course.overlap_checks import exposed, overlaps
+from workbench.course.notebook_output import from_ranks, held, only_source, recorded
+from workbench.course.overlap_checks import exposed, overlaps, waited
 from workbench.course.predictions import Prediction, predict
 from workbench.course.value_checks import agree, same
 
@@ -24,6 +24,8 @@ __all__ = [
     "states",
     "overlaps",
     "exposed",
+    "waited",
+    "held",
     "agree",
     "same",
     "engine_findings",

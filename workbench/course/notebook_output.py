@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from workbench.base.text_formats import format_bytes
+from workbench.course.finding import CheckFinding, fails, holds
 from workbench.course.run_steps import unended_step
 from workbench.course.value_checks import RankValues
-from workbench.errors import UsageError
+from workbench.errors import RankError, UsageError
 from workbench.events import MOVES, Edge, Kind
 from workbench.replay.spans import of_kind
 from workbench.reports.report import Report
@@ -73,6 +75,45 @@ def from_ranks(expression: str) -> RankValues:
     found = RankValues({rank: _sent(text) for rank, text in sorted(report.texts.items())})
     found.problem = unended_step(workbench.trace)
     return found
+
+
+def held(step: str = "train_step", *, at_rest: float, in_step: float) -> CheckFinding:
+    """Run one more step on the ranks, and return whether the tensors of each process stay within two limits.
+
+    All tensors count that a rank holds, also those that no engine announces.
+
+    Args:
+        step: name of the step function on the ranks.
+        at_rest: bytes that may be there when the step has ended.
+        in_step: bytes by which they may rise in the step.
+
+    Raises:
+        UsageError: the extension is not loaded, or no ranks run.
+    """
+    try:
+        found = from_ranks(f"__import__('workbench.watch').watch.tensor_bytes({step})")
+    except RankError as error:
+        return fails(f"one more step raised {error.ename} on rank {error.rank}: {error.evalue}")
+    if found.problem:
+        return fails(found.problem)
+    rank = max(found, key=lambda each: found[each]["after"])
+    after = found[rank]["after"]
+    if after > at_rest:
+        return fails(
+            f"after a step, all tensors of rank {rank} have {format_bytes(after)}, more than {format_bytes(at_rest)}",
+            "it holds more than its shards, its part of the optimizer's state and what was there before: full "
+            "parameters that are never freed, or copies of them",
+        )
+    rank = max(found, key=lambda each: found[each]["peak"] - found[each]["before"])
+    rise = found[rank]["peak"] - found[rank]["before"]
+    if rise > in_step:
+        return fails(
+            f"in a step, the tensors of rank {rank} rise by {format_bytes(rise)}, more than {format_bytes(in_step)}",
+            "more units are whole at once than have to be, or something keeps copies of them",
+        )
+    return holds(
+        f"in a step, all tensors of a rank rise by at most {format_bytes(rise)}, to {format_bytes(after)} after it"
+    )
 
 
 def _sent(text: str) -> Any:  # noqa: ANN401 - the value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from workbench.base.text_formats import format_duration
-from workbench.course.finding import CheckFinding, and_list, fails, holds
+from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
 from workbench.course.run_steps import read_call, runs_no_unit, step_of
 from workbench.errors import UsageError
 from workbench.events import WORK, Edge, Kind
@@ -55,6 +55,44 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
         if is_none
         else "",
     )
+
+
+def waited(trace: Trace, step: int = -1) -> CheckFinding:
+    """Return whether each rank waits for the all-gather of a unit before the unit computes.
+
+    Without the wait, the unit computes with whatever is in the memory at that moment.
+    """
+    number = step_of(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
+    early = {rank.rank: _computed_early(rank, number) for rank in trace.slice(step=number).ranks}
+    units = unit_list(trace.header, {unit for some in early.values() for unit in some})
+    if not units:
+        return holds(f"each unit waits for its all-gather before it computes, in {step_name(number)}")
+    return fails(
+        f"{label([rank for rank, some in early.items() if some])} compute with {units} in {step_name(number)} before "
+        "their all-gathers were waited for",
+        "the right numbers are luck then; wait for the handle of the unit that computes",
+    )
+
+
+def _computed_early(rank: RankTrace, step: int) -> list[int]:
+    """Return the units that begin to compute while an all-gather of theirs is in flight and not waited for."""
+    found = collectives.table(rank)
+    rows = rank.rows
+    begins = rows[np.isin(rows["kind"], WORK) & (rows["edge"] == Edge.BEGIN) & (rows["unit"] >= 0)]
+    units = []
+    for place in np.flatnonzero((found.kind == Kind.ALL_GATHER) & (found.step == step) & (found.unit >= 0)).tolist():
+        own = begins[(begins["unit"] == found.unit[place]) & (begins["seq"] > found.seq[place])]
+        of_call = (rows["comm_group"] == found.comm_group[place]) & (rows["comm_seq"] == found.comm_seq[place])
+        is_end = of_call & (rows["edge"] == Edge.END)
+        waits = rows["seq"][is_end & (rows["kind"] == Kind.WAIT)]
+        ends = waits if (of_call & (rows["kind"] == Kind.WAIT)).any() else rows["seq"][is_end]
+        is_at_once = len(ends) and (len(waits) or ends[0] == found.seq[place] + 1)  # it was not asynchronous
+        is_over = is_at_once and len(own) and ends[0] < own["seq"][0]
+        if len(own) and not is_over:
+            units.append(int(found.unit[place]))
+    return units
 
 
 def issuing(ranks: Sequence[int]) -> str:

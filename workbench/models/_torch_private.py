@@ -34,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from workbench.engine.module_names import clean
@@ -46,6 +47,10 @@ T = TypeVar("T")
 Work = dist.Work
 ParamGroup = _fsdp_param_group.FSDPParamGroup
 State = _fsdp_state.FSDPState
+
+
+DispatchMode = TorchDispatchMode
+"""Mode whose ``__torch_dispatch__`` runs for every operation within its body."""
 
 
 # ---- c10d

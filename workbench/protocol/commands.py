@@ -40,6 +40,7 @@ from workbench.protocol.fault_kinds import RANDOM, FaultReply, check_name
 from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import (
     APIS,
+    AUTO_PREFETCH,
     CLASSIC,
     DTYPES,
     ENGINES,
@@ -50,6 +51,7 @@ from workbench.protocol.policy import (
     WORKBENCH,
     PrecisionNames,
     as_mesh,
+    as_prefetch,
     as_reshard_after_forward,
     check_api,
     check_classic,
@@ -311,9 +313,10 @@ _POLICY = {
     ),
     "offload": Argument(about="keep shards in host memory"),
     "prefetch": Argument(
-        about="gather N units ahead, in module order; 0: the engine's own order",
-        metavar="N",
-        read=count("0 or more"),
+        about="gather N units ahead, in module order; auto or 0: the engine's own order, which gathers one ahead",
+        metavar="auto|N",
+        read=as_prefetch,
+        completes=(AUTO_PREFETCH,),
     ),
 }
 
@@ -376,6 +379,7 @@ class _Sharding(Command):
     def _check(self, model: str) -> None:
         """Raise unless each field has a valid value or its default."""
         _check_model(model)
+        self._read_python()
         _set(self, wrap=_tuple(self.wrap), mesh=read_mesh(self.mesh))
         for cls in self.wrap:
             if not _is_name(cls):
@@ -394,6 +398,13 @@ class _Sharding(Command):
         if given["prefetch"] is not default["prefetch"]:
             check_prefetch(given["prefetch"])
         self._check_api(given["mp"], given["prefetch"], given["orig_params"])
+
+    def _read_python(self) -> None:
+        """Replace what Python code writes as torch does, such as ``reshard_after_forward=False``, by its notation."""
+        if isinstance(self.reshard_after_forward, bool):
+            _set(self, reshard_after_forward=str(self.reshard_after_forward).lower())
+        if getattr(self, "prefetch", None) == AUTO_PREFETCH:
+            _set(self, prefetch=0)
 
     def _check_api(self, mp: str, prefetch: int | None, orig_params: bool | None) -> None:
         check_api(CLASSIC if self.api == type(self).api else self.api, self.strategy)

@@ -226,6 +226,21 @@ def check_reshard_fits(value: object, shard_size: int) -> None:
     )
 
 
+AUTO_PREFETCH = "auto"
+"""Units are gathered ahead in the engine's own order; the same as 0."""
+
+
+def as_prefetch(text: str) -> int:
+    """Return a number of units that are gathered ahead, 0 for ``auto``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text != AUTO_PREFETCH and not text.isdecimal():
+        raise ValueError(f"expected {AUTO_PREFETCH} or a whole number, got {text!r}")
+    return 0 if text == AUTO_PREFETCH else int(text)
+
+
 def check_prefetch(value: object) -> None:
     """Raise unless ``value`` is a number of units ahead, 0 included.
 
@@ -234,7 +249,8 @@ def check_prefetch(value: object) -> None:
     """
     if type(value) is not int or value < 0:
         raise ValueError(
-            f"prefetch is the number of units gathered ahead: 1, 2, ..., or 0 for the engine's own order, not {value!r}"
+            f"prefetch is the number of units gathered ahead: 1, 2, ..., or {AUTO_PREFETCH} for the engine's own "
+            f"order, not {value!r}"
         )
 
 
