@@ -1012,6 +1012,15 @@ def test_help_explains_methods(wb):
     assert "shard: Shard a model with fully_shard" in wb.help()
 
 
+def test_a_step_that_failed_is_known_until_one_completes(wb, tmp_path):
+    with pytest.raises(UsageError):
+        wb.do(Step())
+    assert wb.failed_step.startswith("No ranks are running")
+    save(Trace.empty(), tmp_path / "a.trace")
+    wb.load(tmp_path / "a.trace")
+    assert wb.failed_step == ""
+
+
 def test_the_notebooks_process_never_loads_torch():
     code = "import sys, workbench.magics; from workbench import Workbench; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,7 +26,7 @@ from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
-from workbench.errors import Interrupted, TraceError, UsageError, did_you_mean
+from workbench.errors import Interrupted, TraceError, UsageError, WorkbenchError, did_you_mean
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -258,6 +258,10 @@ class Workbench:
         self.record = ""
         self._recording: RecordingReader | None = None  # of the opened folder
         self._read_at_s = 0.0
+        self.failed_step = ""
+        """Error of the newest command that trains; empty if it completed."""
+        self.open_question: Callable[[str], str] = lambda view: ""
+        """Returns why a view must not be shown now, such as a prediction that is not locked; empty: it may."""
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
@@ -385,7 +389,7 @@ class Workbench:
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest, quiet_s=self._quiet_s)
         self._last, self.record, self._is_new = ClusterSnapshot(trace=Trace.empty()), "", False
-        self._recording = None
+        self._recording, self.failed_step = None, ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -527,7 +531,7 @@ class Workbench:
             trace = opened.trace
             self.stop()
             self._last = ClusterSnapshot(trace=trace, is_live=opened.is_live)
-            self.record, self._is_new = Path(path).name, False
+            self.record, self._is_new, self.failed_step = Path(path).name, False, ""
             self._recording, self._read_at_s = opened.recording, time.monotonic()
             self._show_newest()
         return OpenReport(
@@ -682,6 +686,24 @@ class Workbench:
             RankDied: a rank is gone.
             Interrupted: it was aborted.
         """
+        trains = isinstance(command, (Step, Run))
+        try:
+            result = self._do(command, on_progress, on_output, on_standing, on_wait, on_notice)
+        except WorkbenchError as error:
+            self.failed_step = str(error) if trains else self.failed_step
+            raise
+        self.failed_step = "" if trains else self.failed_step
+        return result
+
+    def _do(
+        self,
+        command: Command,
+        on_progress: OnProgress,
+        on_output: OnOutput,
+        on_standing: OnStanding,
+        on_wait: OnWait,
+        on_notice: OnNotice,
+    ) -> Any:  # noqa: ANN401 - as :meth:`do`
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
             return self._started().run(command, listener)
@@ -895,6 +917,7 @@ class Workbench:
         Raises:
             UsageError: the ranks are at work, or there is no such parameter.
         """
+        self._check_looks("inspect")
         inside = self._started().do_inside("inspect", Inspect(fqn), None)
         if inside.error is not None:
             raise inside.error
@@ -1071,7 +1094,14 @@ class Workbench:
         Raises:
             UsageError: no such view.
         """
+        self._check_looks(name)
         return draw(name, self.shown_trace, talk=bool(options.pop("talk", False)), **options)
+
+    def _check_looks(self, view: str) -> None:
+        """Raise UsageError if a view must not be shown now."""
+        why = self.open_question(view)
+        if why:
+            raise UsageError(why)
 
     def numbers(self, name: str, **options: Any) -> ViewReport:  # noqa: ANN401 - of the view
         """Return the numbers behind a figure: ``numbers("comms", step=3)`` has what ``comms(step=3)`` draws.
@@ -1083,6 +1113,7 @@ class Workbench:
         Raises:
             UsageError: as for the figure.
         """
+        self._check_looks(name)
         if name == "compare":
             return self._compared(**options)
         return numbers(name, self.shown_trace, **options)
@@ -1099,6 +1130,7 @@ class Workbench:
         Raises:
             UsageError: nothing is recorded, or there is no such step, unit or rank.
         """
+        self._check_looks("explain")
         models = next(iter(self.models().values()), ())
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 
@@ -1121,6 +1153,7 @@ class Workbench:
 
     def dashboard(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs
         """Return a widget that shows the ranks live, with buttons to stop inside a step."""
+        self._check_looks("dashboard")
         return importlib.import_module("workbench.widgets.dashboard").DashboardWidget(self)
 
     def canvas(self) -> Any:  # noqa: ANN401 - a widget, which only a notebook needs

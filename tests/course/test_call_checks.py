@@ -66,6 +66,7 @@ def test_the_newest_step_counts_also_if_it_has_not_ended_on_every_rank(run):
     every = counts(trace, CALLS), order(trace), payload(trace, CALLS), counts(trace, CALLS, step=-2)
     for finding in every:
         assert finding.sentence.startswith("step 2 began and did not end on rank 3, and an older step does not count: ")
+    assert counts(trace, CALLS, look="%fsdp comms").ok, "a student may look at a step that is stopped"
     assert counts(trace, CALLS, step=1).ok, "a step that is chosen by its number has ended"
 
 
@@ -77,8 +78,15 @@ def test_without_steps_the_finding_says_what_to_do(run):
 def test_units_that_are_kept_after_forward_are_the_reason():
     finding = counts(simulate(Setup(reshard_after_forward=False)), CALLS)
     assert finding.sentence.startswith(
-        "ranks 0-3 issued 4 all-gathers in step 2, not 7: each unit is gathered again for backward; after forward "
-        "your engine keeps the full parameters of blocks.0-2"
+        "ranks 0-3 issued 4 all-gathers in step 2, not 7: FSDP gathers each unit again for backward; these keep "
+        "their full parameters after forward: blocks.0-2"
+    )
+
+
+def test_a_root_that_is_freed_after_forward_is_the_reason_of_one_more():
+    finding = counts(simulate(Setup(reshard_root=True)), CALLS)
+    assert (
+        "8 all-gathers in step 2, not 7: (root) is gathered twice: reshard_after_forward true frees" in finding.sentence
     )
 
 

@@ -11,12 +11,11 @@ from workbench.trace.columns import Trace
 
 RIGHT = "solution"
 WRONG = {
-    "gathers_for_ever": "ranks 0-1 issued 0 all-gathers in step 3, not 18: each unit is gathered for "
-    "forward and again for backward; your engine never frees the full parameters of "
-    "blocks.0-3 and (root): they were unsharded when the step began",
-    "keeps_after_forward": "ranks 0-1 issued 10 all-gathers in step 3, not 18: each unit is gathered again "
-    "for backward; after forward your engine keeps the full parameters of blocks.0-3 "
-    "(peak 92.1 KiB, by formula 75.5 KiB without them)",
+    "gathers_for_ever": "ranks 0-1 issued 0 all-gathers in step 3, not 18: FSDP gathers each unit for forward and again "
+    "for backward; these are never freed, and were unsharded when the step began: blocks.0-3 and (root)",
+    "keeps_after_forward": "ranks 0-1 issued 10 all-gathers in step 3, not 18: FSDP gathers each unit again for "
+    "backward; these keep their full parameters after forward: blocks.0-3 (peak 92.1 KiB, by formula 75.5 KiB "
+    "without them)",
     "sums": "they are the sum over 2 ranks instead of the mean: divide by the number of ranks",
     "reduces_each_micro_batch": "ranks 0-1 issued 10 reduce-scatters in step 3, not 5: your engine reduces after"
     " each of 2 micro-batches: let gradients accumulate, and reduce once, after the "

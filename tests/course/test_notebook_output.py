@@ -65,6 +65,16 @@ def test_values_of_ranks_are_not_those_of_a_newest_step_that_did_not_end(session
         )
 
 
+def test_a_step_that_could_not_begin_counts_as_the_newest(session):
+    session.trace = simulate(Setup())
+    session.failed_step = "nothing is sharded yet, so there is nothing to step"
+    for finding in (counts(recorded(), {"all_gather": 7}), peak(recorded(""), at_most=2**40), same(from_ranks("1"), 1)):
+        assert finding.sentence == (
+            "the newest %fsdp step or run failed, and an older step does not count: nothing is sharded yet, so there "
+            "is nothing to step"
+        )
+
+
 def test_what_no_engine_announces_is_held_all_the_same(session):
     hidden = []
     session.train_step = lambda: hidden.append(torch.zeros(250_000))

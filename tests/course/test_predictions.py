@@ -8,10 +8,100 @@ import pytest
 
 from tests.helpers.built_panel import built_panel
 from tests.helpers.jupyterlab import jupyterlab, open_notebook
+from tests.helpers.simulated_job import Setup, simulate
 from workbench.course import notebook_output as outputs
 from workbench.course import predict, predictions
 from workbench.course.predictions import PREDICTION_MIME, UNATTENDED, PredictionReport
 from workbench.errors import UsageError
+from workbench.session.snapshot import ClusterSnapshot
+from workbench.workbench import Workbench
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_locked(monkeypatch):
+    monkeypatch.setattr(predictions, "_LOCKED", {})
+
+
+@pytest.fixture
+def workbench(monkeypatch):
+    """A Workbench that shows a recording, with the commands of its history as ``typed``."""
+    found = Workbench()
+    found._last = ClusterSnapshot(trace=simulate(Setup()))
+    found.typed = []
+
+    def commands():
+        return SimpleNamespace(commands=[SimpleNamespace(line=f"%fsdp {line}") for line in found.typed])
+
+    monkeypatch.setattr(found, "history", commands)
+    for module in (outputs, predictions):
+        monkeypatch.setattr(module, "find_workbench", lambda: found)
+    monkeypatch.delenv(UNATTENDED, raising=False)
+    return found
+
+
+LOOKS = (
+    lambda workbench: workbench.view("states"),
+    lambda workbench: workbench.numbers("comms"),
+    lambda workbench: workbench.explain("peak"),
+    lambda workbench: workbench.dashboard(),
+    lambda workbench: workbench.inspect("a.weight"),
+)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_no_view_shows_the_answer_before_it_is_locked(look, workbench):
+    ask()
+    with pytest.raises(UsageError, match=r"lock your guess first: .* run: guess.lock\(9\)\. .*guess.skip\(\)"):
+        look(workbench)
+
+
+def test_views_are_shown_again_once_it_is_locked_or_skipped(workbench, shown):
+    guess = ask(shown_by=["states"])
+    assert workbench.numbers("comms"), "it does not show the answer"
+    guess.skip()
+    assert workbench.numbers("states")
+    guess.reveal(9)
+    assert shown[-1][PREDICTION_MIME]["predicted"] is None
+    other = ask(shown_by=["comms"])
+    other.lock(9)
+    assert workbench.numbers("comms")
+
+
+def test_to_run_the_cell_again_keeps_the_first_lock(workbench, shown):
+    ask().lock(9)
+    again = ask()
+    assert (again.answer, "locked: 9 calls" in shown[-1]["text/plain"]) == (9, True)
+    with pytest.raises(UsageError, match="stays as it is"):
+        again.lock(5)
+    assert predict("gathers", "Another question?").answer is None
+
+
+def test_what_was_drawn_before_is_said_beside_the_distance(workbench, shown):
+    workbench.typed = ["states", "step 3", "layout", "comms --json", "comms"]
+    guess = ask(shown_by=["states", "comms"])
+    guess.lock(9)
+    workbench.typed += ["states"]
+    guess.reveal(9)
+    assert shown[-1]["text/plain"].startswith(
+        "gathers: predicted 9 calls, after %fsdp comms, measured 9 calls: exactly"
+    )
+    assert shown[-1][PREDICTION_MIME]["seen"] == ["comms"]
+
+
+def test_the_number_of_collectives_is_read_off_the_newest_step(workbench, shown):
+    guess = ask()
+    guess.lock(2)
+    guess.reveal(of="all_gather:blocks.1")
+    assert "measured 2 calls: exactly right" in shown[-1]["text/plain"]
+    guess.reveal(of="all_gather")
+    assert "measured 7 calls" in shown[-1]["text/plain"]
+
+
+def test_nobody_is_asked_in_an_unattended_run(workbench, monkeypatch):
+    monkeypatch.setenv(UNATTENDED, "1")
+    ask()
+    assert workbench.numbers("states")
+
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -65,9 +155,7 @@ def test_once_it_is_locked_the_answer_takes_the_place_of_the_widget(shown):
 def test_a_locked_prediction_does_not_change(shown):
     guess = ask()
     guess.lock(9)
-    with pytest.raises(
-        UsageError, match="the prediction 'gathers' is locked at 9 calls; to predict again, run the cell"
-    ):
+    with pytest.raises(UsageError, match="the prediction 'gathers' is locked at 9 calls, and stays as it is"):
         guess.lock(10)
     assert guess.answer == 9
 
@@ -141,6 +229,7 @@ def test_the_prediction_is_shown_beside_what_was_measured_and_kept(shown):
         "predicted": 9,
         "measured": 11,
         "distance": "2 too low (18%)",
+        "seen": [],
     }
 
 

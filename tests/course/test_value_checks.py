@@ -1,6 +1,7 @@
 """Findings about values: equal on all ranks, or those of the unsharded run."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ def test_long_values_are_cut():
         ({"a": [1], "b": 2}, {"b": 2, "a": [1]}),
         ({0: [1.0]}, {0: [1.0]}),
         (NAN, NAN),
+        (Fraction(1, 2), 0.5),
         ("yes", "yes"),
     ],
 )
@@ -54,6 +56,8 @@ def test_values_of_the_reference_pass(mine, reference):
         ({"w": 1.0}, {"w": 3.7}, "1 of w, expected 3.7"),
         ({"a": 1}, {"b": 1}, "there are ['a'], expected ['b']"),
         ([1, 2], [1], "shape (2,), expected (1,)"),
+        ("1", 1.0, "'1', expected 1"),
+        ([None], [1.0], "[None], expected [1.0]"),
         ("no", "yes", "'no', expected 'yes'"),
         (NAN, 1.0, "nan, expected 1"),
         ([1, 1], [3, 3], "1 at [0], expected 3 (all are 3 times too small)"),

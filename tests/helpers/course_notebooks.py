@@ -5,9 +5,11 @@ checks it. The solutions are those of ``workbench.cli.course_copy``.
 """
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import nbformat.v4
@@ -19,13 +21,17 @@ from nbformat import NotebookNode
 
 from tests.helpers.package_source import REPO
 from workbench.base import ports
+from workbench.cli.course_copy import solutions
 
 FOLDER = REPO / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 INSIDE = FOLDER / "02_inside_a_step.ipynb"
 TIMEOUT_S = 300
 
+ATTEMPTS = REPO / "tests" / "course" / "attempts"
+
 _FIRST_TRY = "first_try"
+_SAYS = "says"
 _NEXT = """
 import os
 os.chdir({folder!r})
@@ -41,6 +47,13 @@ _WARM = """
 %unload_ext workbench
 %reset -f
 """
+
+
+class Attempt(NamedTuple):
+    """An attempt at an exercise: what its check has to say, empty if it has to pass, and the source of the answer."""
+
+    says: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,65 @@ def exercises(notebook: NotebookNode) -> tuple[Exercise, ...]:
     ends = [*answers, len(of_cells)][1:]
     assert all(each.answer < each.check < end for each, end in zip(found, ends, strict=True))
     return found
+
+
+def attempts(path: Path) -> Mapping[str, Sequence[Attempt]]:
+    """Return the attempts at each exercise of the notebook at ``path``, by ``grade_id``.
+
+    ``tests/course/attempts/NAME.py`` has them, each below a comment with the ``grade_id`` and what its check has to
+    say; ``right`` if it has to pass::
+
+        # %% collectives-mean: issued 1 all-reduce (not 0)
+        # %%fsdp
+        ...
+    """
+    file = ATTEMPTS / f"{path.stem}.py"
+    if not file.exists():
+        return {}
+    _, *parts = re.split(r"^# %% ([\w-]+): (.+)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    found: dict[str, list[Attempt]] = {}
+    for grade_id, verdict, code in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        source = re.sub(r"^(\s*)# (?=%{1,2}\w)", r"\1", code, flags=re.MULTILINE).strip()
+        found.setdefault(grade_id, []).append(Attempt("" if verdict == "right" else verdict, source))
+    return found
+
+
+def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
+    """Return a copy of ``notebook`` in which each exercise is tried with each attempt at it, and solved in the end.
+
+    The checks of attempts are marked with what they have to say, and cells of attempts may raise.
+    """
+    made = copy.deepcopy(notebook)
+    cells, done = [], 0
+    for each in exercises(notebook):
+        cells += made.cells[done : each.answer]
+        for attempt in [*attempts(path).get(each.grade_id, ()), Attempt("", solutions(path)[each.grade_id])]:
+            tried = copy.deepcopy(made.cells[each.answer : each.check + 1])
+            tried[0].source = attempt.source
+            for cell in tried:
+                cell.metadata["tags"] = ["raises-exception"]
+            tried[-1].metadata[_SAYS] = attempt.says
+            cells += tried
+        done = each.check + 1
+    made.cells = [*cells, *made.cells[done:]]
+    for number, cell in enumerate(made.cells):
+        cell.id = f"cell-{number}"
+    return made
+
+
+def wrong_verdicts(ran: NotebookNode) -> list[str]:
+    """Return which checks of a notebook of :func:`with_attempts` that ran said something else, as text."""
+    found, source = [], ""
+    for cell in ran.cells:
+        if cell.metadata.get("nbgrader", {}).get("solution"):
+            source = cell.source
+        if _SAYS in cell.metadata and not _is_as_said(failure(cell), cell.metadata[_SAYS]):
+            found.append(f"expected {cell.metadata[_SAYS] or 'passed'!r}, got {failure(cell) or 'passed'}\n{source}")
+    return found
+
+
+def _is_as_said(failed: str, says: str) -> bool:
+    return says in failed if says else not failed
 
 
 def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:

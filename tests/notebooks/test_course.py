@@ -15,8 +15,11 @@ from tests.helpers.course_notebooks import (
     NOTEBOOKS,
     WarmKernel,
     assert_only_solutions_pass,
+    attempts,
     exercises,
     solved,
+    with_attempts,
+    wrong_verdicts,
 )
 from tests.helpers.package_source import REPO
 from tests.helpers.replay_recording import NUM_RANKS, NUM_STEPS, RECORDING
@@ -88,6 +91,18 @@ def _marks(path, num_ranks):
 )
 def test_it_runs_and_only_solutions_pass(path, kernel):
     assert_only_solutions_pass(kernel.run(solved(nbformat.read(path, as_version=4), solutions(path))))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kernel", "path"),
+    [pytest.param(2, path, id=path.stem) for path in NOTEBOOKS if attempts(path)],
+    indirect=["kernel"],
+)
+def test_each_attempt_gets_its_sentence(path, kernel):
+    """Wrong ones and right ones in several styles, one after the other in one session."""
+    ran = kernel.run(with_attempts(nbformat.read(path, as_version=4), path))
+    assert wrong_verdicts(ran) == []
 
 
 @each_notebook

@@ -2,6 +2,7 @@
 
 from workbench.course.call_checks import counts, order, payload
 from workbench.course.checks import CheckFailed, check
+from workbench.course.drawn_faults import named_fault, student_seed
 from workbench.course.engine_checks import engine_findings
 from workbench.course.finding import CheckFinding
 from workbench.course.memory_checks import nothing_left, peak, states
@@ -26,6 +27,8 @@ __all__ = [
     "exposed",
     "waited",
     "held",
+    "named_fault",
+    "student_seed",
     "agree",
     "same",
     "engine_findings",

@@ -14,6 +14,7 @@ import numpy as np
 from workbench.course.finding import CheckFinding, and_list, fails, holds, not_an_answer, unit_list, whole_number
 from workbench.course.run_steps import CallKind, read_call, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
+from workbench.errors import UsageError
 from workbench.events import Kind, unit_words
 from workbench.replay import collectives
 from workbench.replay.grouping import by_value, label
@@ -57,7 +58,7 @@ def _sent(trace: Trace, expected: Mapping[str, int], step: int, look: str, *, in
         wanted[what] = whole
     if not wanted:
         return not_an_answer(None, "the collectives", 'a number for each kind, such as {"all_gather": 12}')
-    number = step_of(trace, step)
+    number = step_of(trace, step, may_pause=bool(look))
     if isinstance(number, CheckFinding):
         return number
     part = trace.slice(step=number)
@@ -146,6 +147,19 @@ _REASONS = {
     Kind.REDUCE_SCATTER: reduction_reasons,
     Kind.ALL_REDUCE: all_reduce_reasons,
 }
+
+
+def number_of_calls(trace: Trace, call: str) -> int:
+    """Return how many collectives of a kind, or of a kind and unit, the first rank issued in the newest step.
+
+    Raises:
+        UsageError: there is no such kind of collective, or no step that has ended.
+    """
+    what, number = read_call(call), step_of(trace, -1)
+    if isinstance(number, CheckFinding):
+        raise UsageError(number.sentence)
+    part = trace.slice(step=number)
+    return _amounts(part, part.ranks[0], {what: 0}, number, in_bytes=False)[0]
 
 
 def order(trace: Trace, step: int = -1) -> CheckFinding:

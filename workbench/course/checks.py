@@ -43,8 +43,8 @@ class CheckReport(Report):
 
     @property
     def failed(self) -> tuple[CheckFinding, ...]:
-        """The findings that failed."""
-        return tuple(finding for finding in self.findings if not finding.ok)
+        """The findings that failed, each once."""
+        return tuple(dict.fromkeys(finding for finding in self.findings if not finding.ok))
 
     @property
     def headline(self) -> str:

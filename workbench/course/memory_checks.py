@@ -150,7 +150,7 @@ def states(
     wanted = _answered(expected, units, f"the states at {event}", look)
     if isinstance(wanted, CheckFinding):
         return wanted
-    number = step_of(trace, step)
+    number = step_of(trace, step, may_pause=bool(look))
     if isinstance(number, CheckFinding):
         return number
     part = trace.slice(step=number)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from workbench.base.text_formats import format_bytes
 from workbench.course.finding import CheckFinding, fails, holds
-from workbench.course.run_steps import unended_step
+from workbench.course.run_steps import unended_step, with_failed_step
 from workbench.course.value_checks import RankValues
 from workbench.errors import RankError, UsageError
 from workbench.events import MOVES, Edge, Kind
@@ -54,8 +54,11 @@ def recorded(source: str = "") -> Trace:
     Raises:
         UsageError: the extension is not loaded, or there is no such source.
     """
-    trace: Trace = _workbench().trace
-    return only_source(trace, source) if source else trace
+    workbench = _workbench()
+    found: Trace = workbench.trace
+    failed = getattr(workbench, "failed_step", "")
+    found = only_source(found, source) if source else found
+    return with_failed_step(found, failed) if failed else found
 
 
 def from_ranks(expression: str) -> RankValues:
@@ -70,10 +73,9 @@ def from_ranks(expression: str) -> RankValues:
         UsageError: the extension is not loaded, or no ranks run.
         RankError: the expression raised, or its value cannot be sent.
     """
-    workbench = _workbench()
-    report = workbench.run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
+    report = _workbench().run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
     found = RankValues({rank: _sent(text) for rank, text in sorted(report.texts.items())})
-    found.problem = unended_step(workbench.trace)
+    found.problem = unended_step(recorded())
     return found
 
 
@@ -121,13 +123,20 @@ def _sent(text: str) -> Any:  # noqa: ANN401 - the value
     return json.loads(line.removeprefix(_MARK))
 
 
-def _workbench() -> Any:  # noqa: ANN401 - the Workbench of the magics, which this layer does not import
+def find_workbench() -> Any:  # noqa: ANN401 - the Workbench of the magics, which this layer does not import
+    """Return the Workbench of the notebook's ``%fsdp``; None without one."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    magic = None if shell is None else shell.find_line_magic("fsdp")
-    if magic is None:
+    find = getattr(shell, "find_line_magic", lambda name: None)
+    magic = find("fsdp")
+    return None if magic is None else magic.__self__.workbench
+
+
+def _workbench() -> Any:  # noqa: ANN401 - likewise
+    found = find_workbench()
+    if found is None:
         raise UsageError(_NO_SESSION)
-    return magic.__self__.workbench
+    return found
 
 
 def only_source(trace: Trace, source: str) -> Trace:

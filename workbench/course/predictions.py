@@ -1,5 +1,8 @@
 """``predict``: a prediction that is locked before the run, and shown beside what was measured.
 
+While it is open, views that would show the answer refuse. A lock holds as long as the kernel: to run the cell with
+``predict`` again keeps it.
+
 Everything is an output of the cell, as HTML with a plain-text twin. A widget to type into is added where a notebook has
 one; ``lock`` does the same everywhere.
 """
@@ -17,8 +20,10 @@ from typing import Any
 
 from workbench.base.codec import sent_number
 from workbench.base.text_formats import format_share
+from workbench.course.call_checks import number_of_calls
 from workbench.course.checks import RECORD_VERSION
-from workbench.course.notebook_output import publish
+from workbench.course.finding import and_list
+from workbench.course.notebook_output import find_workbench, publish, recorded
 from workbench.errors import UsageError
 from workbench.reports.report import Report
 from workbench.widgets.progress import in_notebook
@@ -44,6 +49,7 @@ class PredictionReport(Report):
         predicted: the locked answer; None: there is none.
         measured: what was measured.
         because: why it is so.
+        seen: views that would show the answer, and that were drawn before it was locked.
     """
 
     name: str
@@ -52,6 +58,7 @@ class PredictionReport(Report):
     predicted: float | str | None
     measured: float | str
     because: str = ""
+    seen: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -60,7 +67,8 @@ class PredictionReport(Report):
         found = f"{found} {_with_unit(self.measured, self.unit)}"
         if self.predicted is None:
             return f"{self.name}: {found}; no prediction"
-        return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}, {found}: {self.distance}"
+        seen = f", after {and_list([f'%fsdp {view}' for view in self.seen])}" if self.seen else ""
+        return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}{seen}, {found}: {self.distance}"
 
     @property
     def distance(self) -> str:
@@ -95,16 +103,21 @@ class PredictionReport(Report):
             "predicted": _sent(self.predicted),
             "measured": _sent(self.measured),
             "distance": self.distance,
+            "seen": list(self.seen),
         }
 
 
 class Prediction:
     """A question, and the answer once it is locked; made by :func:`predict`."""
 
-    def __init__(self, name: str, question: str, unit: str, choices: tuple[str, ...]) -> None:
+    def __init__(
+        self, name: str, question: str, unit: str, choices: tuple[str, ...], shown_by: tuple[str, ...] = ()
+    ) -> None:
         self.name, self.question, self.unit, self.choices = name, question, unit, choices
+        self._shown_by = shown_by
         self._variable = _assigned_to(name)
-        self._answer: Answer | None = None
+        self._answer, self._seen = _LOCKED.get((name, question), (None, ()))
+        self._is_skipped = False
         self._handle: Any = None
 
     def __repr__(self) -> str:
@@ -114,6 +127,23 @@ class Prediction:
         example = repr(self.choices[0]) if self.choices else "NUMBER"
         answers = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
         return f"{question}{answers}\nLock it with: {self._variable}.lock({example})"
+
+    @property
+    def _example(self) -> str:
+        return f"{self._variable}.lock({self.choices[0]!r})" if self.choices else f"{self._variable}.lock(9)"
+
+    def _why_not(self, view: str) -> str:
+        """Return why a view must not be shown now; empty if it may."""
+        if self._answer is not None or self._is_skipped or (self._shown_by and view not in self._shown_by):
+            return ""
+        return (
+            f"lock your guess first: {view} may show the answer to {self.name!r}. {self.question} Answer above and "
+            f"press Lock, or run: {self._example}. To look without a guess: {self._variable}.skip()"
+        )
+
+    def skip(self) -> None:
+        """Do without a prediction: views are shown again, and the record says that there was none."""
+        self._is_skipped = True
 
     @property
     def answer(self) -> Answer | None:
@@ -131,10 +161,10 @@ class Prediction:
         """
         if self._answer is not None:
             raise UsageError(
-                f"the prediction {self.name!r} is locked at {_with_unit(self._answer, self.unit)}; to predict again, "
-                "run the cell with predict(...) again"
+                f"the prediction {self.name!r} is locked at {_with_unit(self._answer, self.unit)}, and stays as it is"
             )
-        self._answer = self._checked(answer)
+        self._answer, self._seen = self._checked(answer), _seen(self._shown_by)
+        _LOCKED[self.name, self.question] = self._answer, self._seen
         self._show()
 
     def _checked(self, answer: Answer) -> Answer:
@@ -146,22 +176,24 @@ class Prediction:
             raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: {self._variable}.lock(9)")
         return answer
 
-    def reveal(self, measured: Answer, because: str = "") -> None:
+    def reveal(self, measured: Answer | None = None, because: str = "", *, of: str = "") -> None:
         """Show the prediction beside what was measured.
 
         Args:
-            measured: the measured number, or the right choice.
+            measured: the measured number, or the right choice; None: it is read off the newest step by ``of``.
             because: why it is so.
+            of: collectives that rank 0 issued, by kind, or kind and unit: ``"all_gather:blocks.1"``.
 
         Raises:
-            UsageError: the prediction is not locked, and this is not an unattended run.
+            UsageError: the prediction is not locked, and this is not an unattended run; or there is no such number.
         """
-        if self._answer is None and not os.environ.get(UNATTENDED):
-            example = repr(self.choices[0]) if self.choices else "9"
+        if self._answer is None and not self._is_skipped and not os.environ.get(UNATTENDED):
             raise UsageError(
                 f"first predict, then look: the prediction {self.name!r} is not locked. {self.question} Answer above "
-                f"and press Lock, or run: {self._variable}.lock({example})"
+                f"and press Lock, or run: {self._example}"
             )
+        if measured is None:
+            measured = number_of_calls(recorded(), of)
         plain = measured if isinstance(measured, str) else _plain(measured)
         report = PredictionReport(
             name=self.name,
@@ -170,6 +202,7 @@ class Prediction:
             predicted=self._answer,
             measured=plain,
             because=because,
+            seen=self._seen,
         )
         publish(report, {PREDICTION_MIME: report.record()})
 
@@ -177,7 +210,13 @@ class Prediction:
 
     def _ask(self) -> None:
         """Show the question, with a field to type into if the notebook can show one and a reader is there."""
-        self._show({} if os.environ.get(UNATTENDED) else self._widget())
+        if os.environ.get(UNATTENDED):
+            self._show({})
+            return
+        workbench = find_workbench()
+        if workbench is not None:  # one question is open at a time
+            workbench.open_question = self._why_not
+        self._show(self._widget() if self._answer is None else {})
 
     def _show(self, widget: dict[str, Any] | None = None) -> None:
         text = repr(self)
@@ -222,14 +261,40 @@ class Prediction:
         return {mime: value for mime, value in found.items() if mime.endswith("+json")}
 
 
-def predict(name: str, question: str, *, unit: str = "", choices: Sequence[str] = ()) -> Prediction:
+_LOCKED: dict[tuple[str, str], tuple[Answer | None, tuple[str, ...]]] = {}
+"""Locked answers by name and question of the prediction, and the views that were drawn before."""
+
+_CHANGES = ("step", "run", "shard", "reshard", "unshard", "open", "start", "continue")
+"""Commands after which the views show something else."""
+
+
+def _seen(views: Sequence[str]) -> tuple[str, ...]:
+    """Return which of some views were drawn since the last command that changed what they show."""
+    workbench = find_workbench()
+    found: list[str] = []
+    for past in [] if workbench is None else workbench.history().commands:
+        word = past.line.split()[1]
+        if word in _CHANGES:
+            found = []
+        elif word in views and "--json" not in past.line and word not in found:
+            found.append(word)
+    return tuple(found)
+
+
+def predict(
+    name: str, question: str, *, unit: str = "", choices: Sequence[str] = (), shown_by: Sequence[str] = ()
+) -> Prediction:
     """Ask for a prediction, and return it: lock it, then run, then ``reveal`` what was measured.
+
+    Run again, it has the answer that was locked first.
 
     Args:
         name: of the prediction.
         question: what to predict, as a sentence.
         unit: unit of the number, such as ``"calls"``.
         choices: possible answers; none: a number.
+        shown_by: views that show the answer, such as ``"states"``: they refuse until it is locked, and the result says
+            if they were drawn before. None: all views refuse.
 
     Raises:
         UsageError: there is no name or no question, or only one choice.
@@ -238,7 +303,7 @@ def predict(name: str, question: str, *, unit: str = "", choices: Sequence[str] 
         raise UsageError('a prediction needs a name and a question: predict("gathers", "How many all-gathers?")')
     if len(choices) == 1 or isinstance(choices, str):
         raise UsageError(f"the prediction {name!r} has choices {choices!r}: give at least two, or none for a number")
-    prediction = Prediction(name, question, unit, tuple(map(str, choices)))
+    prediction = Prediction(name, question, unit, tuple(map(str, choices)), tuple(shown_by))
     prediction._ask()
     return prediction
 

@@ -13,18 +13,19 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.step_names import step_name
 
 
-def step_of(trace: Trace, step: int, what: str = "the run") -> int | CheckFinding:
+def step_of(trace: Trace, step: int, what: str = "the run", *, may_pause: bool = False) -> int | CheckFinding:
     """Return the number of a step that has ended on all ranks, or the finding that there is none.
 
     Args:
         trace: of the run.
         step: its number; a negative one counts from the newest step that has begun.
         what: the run, for the sentence.
+        may_pause: whether a newer step may have begun, such as one that is stopped where a student looks at it.
     """
     ended = [set(_steps(rank, Edge.END)) for rank in trace.ranks]
     common = sorted(set[int]() if not ended else ended[0].intersection(*ended[1:]))
     unended = unended_step(trace)
-    if step < 0 and unended:
+    if step < 0 and unended and not may_pause:
         return fails(unended)
     if step >= 0 and step in common:
         return step
@@ -39,6 +40,8 @@ def step_of(trace: Trace, step: int, what: str = "the run") -> int | CheckFindin
 
 def unended_step(trace: Trace) -> str:
     """Return that the newest step has begun and not ended on all ranks, and its error; empty if it has ended."""
+    if isinstance(trace, FailedTrace):
+        return trace.problem
     newest = max((step for rank in trace.ranks for step in _steps(rank, Edge.BEGIN)), default=-1)
     left = [rank.rank for rank in trace.ranks if newest >= 0 and newest not in _steps(rank, Edge.END)]
     if not left:
@@ -47,6 +50,25 @@ def unended_step(trace: Trace) -> str:
     first = without_colours(str(error)).strip().partition("\n")[0] if isinstance(error, RankError) else ""
     advice = f"it raised {first}" if first else "continue it if it is stopped, or read the error above"
     return f"{step_name(newest)} began and did not end on {label(left)}, and an older step does not count: {advice}"
+
+
+class FailedTrace(Trace):
+    """A trace after which a command that was to train failed.
+
+    Attributes:
+        problem: that it failed, and its error.
+    """
+
+    problem: str
+
+
+def with_failed_step(trace: Trace, error: str) -> FailedTrace:
+    """Return a trace after which training failed with an error: its newest step is an older one, and does not count."""
+    found = FailedTrace(trace.header, trace.ranks)
+    first = without_colours(error).strip().partition("\n")[0]
+    problem = f"the newest %fsdp step or run failed, and an older step does not count: {first}"
+    object.__setattr__(found, "problem", problem)
+    return found
 
 
 def runs_no_unit(trace: Trace, step: int) -> str:

@@ -28,21 +28,35 @@ def gather_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list
         each = (
             f"the step has {passes} forward and backward passes, and units are gathered in each" if passes > 1 else ""
         )
-        return [*filter(None, [each]), *_often(trace, step, Kind.ALL_GATHER)]
+        return [*filter(None, [each, _root_is_freed(trace, step, rank)]), *_often(trace, step, Kind.ALL_GATHER)]
     before = full_before(trace.header, part)
     if before:
         names = unit_list(trace.header, before)
         return [
-            "each unit is gathered for forward and again for backward; your engine never frees the full parameters of "
-            f"{names}: they were unsharded when the step began{_price(trace, step)}"
+            "FSDP gathers each unit for forward and again for backward; these are never freed, and were unsharded when "
+            f"the step began: {names}{_price(trace, step)}"
         ]
     kept = kept_units(trace.header, part)
     if kept:
         return [
-            "each unit is gathered again for backward; after forward your engine keeps the full parameters of "
+            "FSDP gathers each unit again for backward; these keep their full parameters after forward: "
             f"{unit_list(trace.header, kept)}{_price(trace, step)}"
         ]
     return _never(trace.header, part, Kind.ALL_GATHER, "was never gathered")
+
+
+def _root_is_freed(trace: Trace, step: int, rank: int) -> str:
+    """Return that the root is freed after its forward too, and so gathered again; empty if it is not."""
+    part = trace.slice(step=step).rank(rank)
+    found = collectives.table(part)
+    for unit in trace.header.units:
+        calls = int(((found.unit == unit.index) & (found.kind == Kind.ALL_GATHER)).sum())
+        if unit.root == unit.index and unit.reshard_after_forward and calls == 2 * max(_passes(part), 1):
+            return (
+                f"{unit_list(trace.header, [unit.index])} is gathered twice: reshard_after_forward true frees it after "
+                "forward too, and auto keeps it, as backward begins with it"
+            )
+    return ""
 
 
 def reduction_reasons(trace: Trace, step: int, rank: int, *, too_few: bool) -> list[str]:

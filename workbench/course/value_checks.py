@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -59,7 +60,7 @@ def same(
     if problem := problem_of(values) or problem_of(reference):
         return fails(problem)
     if not _is_answer(values):
-        return not_an_answer(values, what, "a number")
+        return not_an_answer(values, what, "a number") if look else fails(f"{what}: there are none")
     wrong = [found for found in _differences(values, reference, atol, rtol, "") if found]
     if not wrong:
         return holds(f"{what} are those of the reference")
@@ -151,10 +152,12 @@ def _name(key: object) -> str:
 
 
 def _floats(value: Any) -> _Floats | None:  # noqa: ANN401 - what may be numbers
+    """Return numbers as an array; None for anything else, also for text that looks like a number."""
     try:
-        return np.asarray(value, np.float64)
+        found = np.asarray(float(value) if isinstance(value, numbers.Real) else value)
     except (TypeError, ValueError):
         return None
+    return found.astype(np.float64) if found.dtype.kind in "biuf" else None
 
 
 def _key(value: Any) -> object:  # noqa: ANN401 - what may be numbers
