@@ -11,8 +11,8 @@ from workbench.trace.columns import Trace
 
 RIGHT = "solution"
 WRONG = {
-    "gathers_for_ever": "ranks 0-1 issued 0 all-gathers in step 3, not 18: FSDP gathers each unit for forward and again "
-    "for backward; these are never freed, and were unsharded when the step began: blocks.0-3 and (root)",
+    "gathers_for_ever": "ranks 0-1 issued 0 all-gathers in step 3, not 18: FSDP gathers each unit for forward and "
+    "again for backward; these are never freed, and were unsharded when the step began: blocks.0-3 and (root)",
     "keeps_after_forward": "ranks 0-1 issued 10 all-gathers in step 3, not 18: FSDP gathers each unit again for "
     "backward; these keep their full parameters after forward: blocks.0-3 (peak 92.1 KiB, by formula 75.5 KiB "
     "without them)",
