@@ -338,6 +338,66 @@ def test_a_backward_that_one_rank_left_out():
     assert found.verdict == "rank 1 left out the backward of step 0, which ranks 0, 2 ran"
 
 
+STEP = [*BATCH[::2], *BATCH[1::2], row(Kind.OPTIMIZER, Edge.BEGIN, 0.1)]
+SKIPPED = [BATCH[0], BATCH[2]]
+REDUCED = {**gather(1, kind=Kind.ALL_REDUCE, unit=0), "phase": Phase.BACKWARD}
+SEVERAL_STEPS = [*STEP] * 4
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize(
+    ("fields", "others", "verdict"),
+    [
+        # replicas meet in backwards only: the rest of the epoch follows, and the barrier at its end
+        (
+            [*SEVERAL_STEPS, *SKIPPED, *STEP, gather(1, **BARRIER)],
+            [*SEVERAL_STEPS, *STEP, *SKIPPED, BATCH[1], REDUCED],
+            "rank {0} left out the backward of step 0, which rank {1} ran",
+        ),
+        # in the first steps no pass is usual: as many forwards, and a backward less
+        (
+            [*SKIPPED, *STEP, gather(1, **BARRIER)],
+            [*STEP, *SKIPPED, BATCH[1], REDUCED],
+            "rank {0} left out the backward of step 0, which rank {1} ran",
+        ),
+        # each step has two forwards
+        (
+            [*[*SKIPPED, *STEP] * 4, *STEP, gather(1, **BARRIER)],
+            [*[*SKIPPED, *STEP] * 4, *SKIPPED, *SKIPPED, BATCH[1], REDUCED],
+            "rank {0} left out the forward of step 0, which rank {1} ran",
+        ),
+        # a forward more and a backward less: of a rank that left a backward out, or of one whose step has two forwards
+        (
+            [*SKIPPED, *SKIPPED, gather(1, kind=Kind.BROADCAST, unit=0)],
+            [*SKIPPED, BATCH[1], REDUCED],
+            "rank 0 ran the {2} of step 0 where rank 1 ran the {3} of step 0",
+        ),
+    ],
+)
+def test_of_two_ranks_the_one_is_the_exception_whose_passes_are_new_or_lack_a_backward(
+    fields, others, verdict, culprit
+):
+    ranks = (alive(culprit, *fields), alive(1 - culprit, *others))
+    found = cause_of(*sorted(ranks, key=lambda each: each[0].rank))
+    kinds = ("backward", "forward") if culprit else ("forward", "backward")
+    assert (found.rule, found.verdict) == ("uneven-passes", verdict.format(culprit, 1 - culprit, *kinds))
+
+
+def test_a_backward_that_the_last_batch_of_one_rank_lacks():
+    """The program's own reduce begins no pass, nor does what follows a backward."""
+    reduces = {**gather(1, kind=Kind.REDUCE, unit=-1), "phase": Phase.FORWARD}
+    after = {**gather(1, kind=Kind.REDUCE_SCATTER, unit=0), "phase": Phase.POST_BACKWARD}
+    ranks = [alive(0, *STEP[:4], after, **stack(IN_LOOP, 5)), alive(1, *SKIPPED, reduces, **stack(PAST_LOOP, 3))]
+    found = cause_of(*ranks)
+    assert found.verdict == "rank 1 left out the backward of step 0, which rank 0 ran (train.py:5)"
+    assert found.evidence[1:3] == tuple(
+        f"rank {n}: 1 forward, {words}, 0 steps of the optimizer"
+        for n, words in ((1, "0 backwards"), (0, "1 backward"))
+    )
+    ranks[1] = alive(1, *SKIPPED, reduces, **stack(IF_RANK, 3))  # still in its loop: a call more, perhaps
+    assert cause_of(*ranks).verdict.startswith("rank 1 issued reduce")
+
+
 def test_micro_batches_of_which_one_rank_has_fewer():
     reduces = {**gather(1, kind=Kind.REDUCE_SCATTER, unit=0), "phase": Phase.BACKWARD}
     found = cause_of(alive(0, *BATCH, forward(1)), alive(1, *BATCH[:2], reduces))

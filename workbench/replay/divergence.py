@@ -160,7 +160,11 @@ def is_usual(part: RankTrace, group: int, number: int) -> bool | None:
     rows = rows[: at[0] + 1]
     what = _codes(rows)[:, : _UNKNOWABLE[-1]]  # a root may be drawn
     _, codes = np.unique(np.column_stack([rows["comm_group"], what]), axis=0, return_inverse=True)
-    codes = codes.reshape(-1)
+    return has_usual_end(codes.reshape(-1))
+
+
+def has_usual_end(codes: NDArray[np.int64]) -> bool | None:
+    """Return whether the last of ``codes``, ``[N]``, followed the same ones before; None if they are new, or mixed."""
     for length in (length for length in _CONTEXTS if length < len(codes) - 1):
         windows = np.lib.stride_tricks.sliding_window_view(codes[:-2], length)
         after = codes[np.flatnonzero((windows == codes[-1 - length : -1]).all(axis=1)) + length]

@@ -39,7 +39,8 @@ class BegunPass:
 def passes_before(header: Header, part: RankTrace, seq: int | None = None) -> tuple[BegunPass, ...]:
     """Return the passes that a rank has begun before row ``seq``, in order; by default all.
 
-    A pass has begun when its first parameters are gathered, which precedes its own row.
+    A pass has begun when its first parameters are gathered, which precedes its own row. A call of no unit begins none:
+    it is the program's own, after the pass of its phase; nor does a reduction after a backward.
 
     Args:
         header: of the trace.
@@ -60,7 +61,9 @@ def passes_before(header: Header, part: RankTrace, seq: int | None = None) -> tu
     at = part.rows[min(end, len(part.rows) - 1)] if len(part.rows) else None
     kind = None if at is None else _PART_OF[Phase(at["phase"])]
     is_open = bool(found) and not (own[own["seq"] > begun["seq"][-1]]["edge"] == Edge.END).any()
-    if at is not None and kind in (Kind.FORWARD, Kind.BACKWARD) and not is_open:
+    if at is None or is_open or at["unit"] < 0 or at["phase"] == Phase.POST_BACKWARD:
+        return tuple(found)
+    if kind in (Kind.FORWARD, Kind.BACKWARD):
         found.append(BegunPass(kind=kind, unit=_root_of(header, int(at["unit"])), step=int(at["step"])))
     return tuple(found)
 

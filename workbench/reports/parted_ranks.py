@@ -7,10 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
+from numpy.typing import NDArray
+
 from workbench.base.fault import Fault
 from workbench.base.text_formats import format_bytes, plural
 from workbench.events import Kind, unit_words
-from workbench.replay.divergence import Divergence, IssuedCall, Parting
+from workbench.replay.divergence import Divergence, IssuedCall, Parting, has_usual_end
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
@@ -54,9 +57,10 @@ def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunP
         return words.of_passes(place)
     is_less = len(other) == place  # the others have begun fewer passes than most
     more = (most if is_less else other)[place]
-    if more.kind is not Kind.FORWARD:
-        return words.of_calls()
-    return words.of_batches(more, is_less=is_less)
+    if more.kind is Kind.FORWARD:
+        return words.of_batches(more, is_less=is_less)
+    has_forward = place > 0 and more.kind is Kind.BACKWARD and most[place - 1].kind is Kind.FORWARD
+    return (has_forward and words.of_backward(more, is_less=is_less)) or words.of_calls()
 
 
 def _by_abort(found: Divergence, header: Header, positions: Sequence[RunPosition]) -> Divergence:
@@ -129,20 +133,51 @@ class _Words:
         most, other = self._found.most_passes, self._found.other_passes
         if {most[place].kind, other[place].kind} == {Kind.FORWARD, Kind.OPTIMIZER}:
             return self._of_micro_batches(place)
-        left_out = _is(most[place + 1 : place + 2], other[place]) or most[place].kind is Kind.BACKWARD
-        extra = _is(other[place + 1 : place + 2], most[place]) or other[place].kind is Kind.BACKWARD
         mine, theirs = self._mine, self._theirs
-        if left_out or not extra:
+        of_exception = self._is_exception(place)
+        if of_exception is None:
+            verdict = f"{theirs} ran {_pass_words(most[place])} where {mine} ran {_pass_words(other[place])}"
+            return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+        if not of_exception:
+            mine, theirs, most, other = theirs, mine, other, most
+        left_out = _number(other, most[place]) < _number(most, most[place])
+        extra = _number(other, other[place]) > _number(most, other[place])
+        if left_out and extra:
+            left_out = _is(most[place + 1 : place + 2], other[place]) or most[place].kind is Kind.BACKWARD
+        if left_out:
             verdict = f"{mine} left out {_pass_words(most[place])}, which {theirs} ran"
-        else:
+        elif extra:
             verdict = f"{mine} ran {_pass_words(other[place])}, which {theirs} left out"
+        else:
+            verdict = f"{mine} ran {_pass_words(other[place])} where {theirs} ran {_pass_words(most[place])}"
         return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+
+    def _is_exception(self, place: int) -> bool | None:
+        """Return whether the others are the exception, not most, as they ran another pass at ``place``; None: unknown.
+
+        Of two equal parties that is the one whose pass has not followed the same passes before, while that of the
+        other one has; or the one that left out the backward of its forward, and ran no forward more.
+        """
+        found = self._found
+        most, other = found.most_passes, found.other_passes
+        if len(found.most_ranks) != len(found.other_ranks):
+            return True
+        usual = [has_usual_end(_codes(passes[: place + 1])) for passes in (other, most)]
+        if sorted(usual, key=str) == [False, True]:
+            return usual[1]
+        if not place or most[place - 1].kind is not Kind.FORWARD:
+            return None
+        for is_other, own, others in ((True, other, most), (False, most, other)):
+            missing = others[place]
+            is_left_out = missing.kind is Kind.BACKWARD and _number(own, missing) < _number(others, missing)
+            if is_left_out and _number(own, own[place]) <= _number(others, own[place]):
+                return is_other
+        return None
 
     def _of_micro_batches(self, place: int) -> Fault:
         """Return the fault that some ranks began a further forward where others ended the step, at ``place``."""
         found = self._found
-        is_less = found.most_passes[place].kind is Kind.FORWARD
-        few, many = (found.other_ranks, found.most_ranks) if is_less else (found.most_ranks, found.other_ranks)
+        few, many = self._few_and_many(is_less=found.most_passes[place].kind is Kind.FORWARD)
         step = found.most_passes[place].step
         before = [each for each in found.most_passes[:place] if each.step == step]
         forwards, *_ = counts(before)
@@ -153,6 +188,22 @@ class _Words:
         fix = "let all ranks run the same number of forwards and backwards before each step of the optimizer"
         return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=fix)
 
+    def of_backward(self, more: BegunPass, *, is_less: bool) -> Fault | None:
+        """Return the fault that ranks left their loop without the backward ``more``; None: they are in it yet.
+
+        Arguments are as for :meth:`of_batches`.
+        """
+        few, many = self._few_and_many(is_less=is_less)
+        if not self._have_left_loop(few, many):
+            return None
+        verdict = f"{label(few)} left out {_pass_words(more)}, which {label(many)} ran{self._line(many)}"
+        return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
+
+    def _few_and_many(self, *, is_less: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks that have begun fewer passes, and those that have begun more."""
+        found = self._found
+        return (found.other_ranks, found.most_ranks) if is_less else (found.most_ranks, found.other_ranks)
+
     def of_batches(self, more: BegunPass, *, is_less: bool) -> Fault:
         """Return the fault that some ranks began the forward ``more``, in the place of which others went on.
 
@@ -161,7 +212,7 @@ class _Words:
             is_less: whether most ranks have begun it; else the others.
         """
         found = self._found
-        few, many = (found.other_ranks, found.most_ranks) if is_less else (found.most_ranks, found.other_ranks)
+        few, many = self._few_and_many(is_less=is_less)
         call, passes = (found.other, found.other_passes) if is_less else (found.most, found.most_passes)
         forwards, *_ = counts(passes)
         own = (
@@ -239,6 +290,14 @@ def _with_callers(frames: Sequence[str]) -> str:
     *callers, frame = frames
     places = list(dict.fromkeys(short_place(each) for each in reversed(callers)))[:_MAX_CALLERS]
     return f"{frame} (called from {', '.join(places)})" if places else frame
+
+
+def _codes(passes: Sequence[BegunPass]) -> NDArray[np.int64]:
+    return np.array([each.kind * (1 << 32) + each.unit for each in passes], np.int64)
+
+
+def _number(passes: Sequence[BegunPass], wanted: BegunPass) -> int:
+    return sum((each.kind, each.unit) == (wanted.kind, wanted.unit) for each in passes)
 
 
 def _is(passes: Sequence[BegunPass], wanted: BegunPass) -> bool:
