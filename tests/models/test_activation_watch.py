@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.recording_probe import recording
 from workbench.events import Activation, Category
@@ -283,3 +284,14 @@ def test_a_compiler_sees_the_original_call_alone(watch, monkeypatch):
     with recording() as events:
         chain()(rows())
     assert not events.owners
+
+
+@pytest.mark.parametrize("name", ["attention", "dropout", "blocks", "loss"])
+def test_activations_are_what_forward_left_allocated(watch, name):
+    make, inputs, _ = CASES[name]
+    model, x = make(), inputs()
+    with recording() as events, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = loss_of(model(x))
+        watch.before_backward(loss)
+    allocated = sum(event.self_cpu_memory_usage for event in profiled.events())
+    assert events.peak[Category.ACTIVATIONS] == allocated + x.nbytes - loss.nbytes
