@@ -142,6 +142,7 @@ def test_a_frame_is_chosen_and_a_wrong_name_brings_the_nearest_and_the_frames():
     assert f", {number} one_step at test_held_jobs.py:" in reported
     assert "train_step at" in reported
     assert "runtime" not in reported
+    assert "in backward" not in reported
     assert beyond.error.evalue.startswith("there is no frame 70 here; frames: 0 forward at")
 
 
@@ -294,6 +295,7 @@ def test_an_exception_is_one_line_and_the_stop_remains():
     assert errors[2].ename == "SystemExit"
     assert "line 2" in errors[3].traceback
     assert "b = unknown" in errors[3].traceback
+    assert errors[3].evalue.endswith("in backward, forward has returned and its variables are gone")
     assert "workbench" not in errors[3].traceback
     assert errors[4].ename == "UsageError"
     assert "nearest: blocks.1.mlp.0.weight" in errors[4].evalue

@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.engine._torch import local_of
 from workbench.engine.explain import explain
 from workbench.errors import UsageError, shortened
+from workbench.events import Kind, Phase
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
 from workbench.runtime.inspection import inspect
@@ -65,7 +66,7 @@ def run(job: Job, recorder: Recorder) -> JobReply:
         with redirect_stdout(output), redirect_stderr(output), _company(job):
             if isinstance(job.work, Inspect):
                 return JobReply(inspected=inspect(job.work.fqn, recorder))
-            text = _run(job.work)
+            text = _run(job.work, recorder.phase_now)
     except BaseException as error:  # noqa: BLE001 - any exception, also an interrupt, is the result: the rank stays held
         return JobReply(text=_cut(output.getvalue()), error=_error(error, job.work))
     return JobReply(text=_cut(output.getvalue() + text))
@@ -88,8 +89,8 @@ def refusal(why: str) -> JobReply:
     return JobReply(error=JobError(ename="NotRun", evalue=why, traceback=f"NotRun: {why}"))
 
 
-def _run(work: Evaluate | RunCell) -> str:
-    scope = _Scope.here(work.frame if isinstance(work, Evaluate) else 0)
+def _run(work: Evaluate | RunCell, phase: Phase) -> str:
+    scope = _Scope.here(work.frame if isinstance(work, Evaluate) else 0, phase)
     with _WholeNumbers(), scope.explained():
         return _evaluate(work.expr, scope) if isinstance(work, Evaluate) else _run_cell(work.code, scope)
 
@@ -103,9 +104,12 @@ class _Scope(MutableMapping[str, Any]):
     Args:
         frames: active functions of the user, innermost first.
         first: index of the innermost frame to use; it and its callers are searched.
+        phase: of the rank.
     """
 
-    def __init__(self, frames: Sequence[FrameType], first: int) -> None:
+    def __init__(self, frames: Sequence[FrameType], first: int, phase: Phase) -> None:
+        is_in_forward = any(frame.f_code.co_name == "forward" for frame in frames)  # also if backward runs it again
+        self._is_after_forward = phase.info.part is Kind.BACKWARD and not is_in_forward
         self._places = [place_of(frame) for frame in frames]
         if first and first >= len(frames):
             raise UsageError(f"there is no frame {first} here; {self._frames()}")
@@ -118,9 +122,9 @@ class _Scope(MutableMapping[str, Any]):
                 self._variables |= frame.f_locals
 
     @classmethod
-    def here(cls, first: int) -> _Scope:
-        """Return the names in the calling thread."""
-        return cls(frames_of_the_step(), first)
+    def here(cls, first: int, phase: Phase) -> _Scope:
+        """Return the names in the calling thread, in a phase of the step."""
+        return cls(frames_of_the_step(), first, phase)
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - a variable
         for known in (self._variables, self._cells, self._modules):
@@ -160,9 +164,10 @@ class _Scope(MutableMapping[str, Any]):
             raise named.with_traceback(error.__traceback__) from None
 
     def _frames(self) -> str:
+        ended = "; in backward, forward has returned and its variables are gone" * self._is_after_forward
         if not self._places:
-            return "none of your functions is running here"
-        return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}"
+            return f"none of your functions is running here{ended}"
+        return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}{ended}"
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
