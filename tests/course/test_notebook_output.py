@@ -16,7 +16,7 @@ from tests.helpers.watched import watch
 from workbench.cli.grade import grade
 from workbench.course import agree, counts, from_ranks, held, nothing_left, only_source, peak, recorded, same
 from workbench.course import notebook_output as outputs
-from workbench.errors import UsageError
+from workbench.errors import RankError, UsageError
 from workbench.events import Category
 from workbench.replay import memory
 from workbench.reports.results import CellReport
@@ -30,6 +30,7 @@ class Session:
     def __init__(self, trace=None):
         self.trace = trace or Trace.empty()
         self.train_step = list
+        self.num_ranks = 2
 
     def run_cell(self, code):
         texts = {}
@@ -73,6 +74,17 @@ def test_a_step_that_could_not_begin_counts_as_the_newest(session):
             "the newest %fsdp step or run failed, and an older step does not count: nothing is sharded yet, so there "
             "is nothing to step"
         )
+
+
+def test_an_expression_that_raises_after_a_failed_step_is_a_finding(session, monkeypatch):
+    def fails(code):
+        raise RankError("rank 0 raised", rank=0, ename="NameError", evalue="model")
+
+    monkeypatch.setattr(session, "run_cell", fails)
+    with pytest.raises(RankError):
+        from_ranks("model")
+    session.failed_step = "there is no model"
+    assert same(from_ranks("model"), {0: 1, 1: 1}).sentence.endswith("does not count: there is no model")
 
 
 def test_what_no_engine_announces_is_held_all_the_same(session):

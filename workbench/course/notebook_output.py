@@ -64,7 +64,8 @@ def recorded(source: str = "") -> Trace:
 def from_ranks(expression: str) -> RankValues:
     """Return the value of a Python expression on each rank, by rank.
 
-    If the newest step has not ended on all ranks, the values are those of an older one: findings about them fail.
+    If the newest step has not ended on all ranks, the values are those of an older one, or None where the expression
+    raises: findings about them fail.
 
     Args:
         expression: of numbers, texts, lists, dicts, tensors and arrays; the last two become lists. NaN is kept.
@@ -73,9 +74,16 @@ def from_ranks(expression: str) -> RankValues:
         UsageError: the extension is not loaded, or no ranks run.
         RankError: the expression raised, or its value cannot be sent.
     """
-    report = _workbench().run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
-    found = RankValues({rank: _sent(text) for rank, text in sorted(report.texts.items())})
-    found.problem = unended_step(recorded())
+    workbench, problem = _workbench(), unended_step(recorded())
+    try:
+        report = workbench.run_cell(f"_value = (\n{expression}\n)\n{_PRINT}")
+    except RankError:
+        if not problem:
+            raise
+        found = RankValues(dict.fromkeys(range(workbench.num_ranks)))
+    else:
+        found = RankValues({rank: _sent(text) for rank, text in sorted(report.texts.items())})
+    found.problem = problem
     return found
 
 
