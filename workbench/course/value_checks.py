@@ -132,6 +132,8 @@ def _ratio_words(values: Any, reference: Any) -> str:  # noqa: ANN401 - as in :f
     ratio = ratio_of(values, reference)
     if not ratio:
         return ""
+    if ratio == -1:
+        return " (all have the other sign)"
     return f" (all are {ratio:g} times as large)" if abs(ratio) > 1 else f" (all are {1 / ratio:g} times too small)"
 
 
