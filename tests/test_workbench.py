@@ -1015,7 +1015,7 @@ def test_help_explains_methods(wb):
 def test_a_step_that_failed_is_known_until_one_completes(wb, tmp_path):
     with pytest.raises(UsageError):
         wb.do(Step())
-    assert wb.failed_step.startswith("No ranks are running")
+    assert wb.failed_step.startswith("nothing is sharded yet")
     save(Trace.empty(), tmp_path / "a.trace")
     wb.load(tmp_path / "a.trace")
     assert wb.failed_step == ""
