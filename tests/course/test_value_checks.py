@@ -85,6 +85,8 @@ def test_tolerances_are_those_that_are_given():
         ([0], [1], 0),
         ([1], [1, 1], 0),
         ([-2], [1], -2),
+        ([math.inf], [1], 0),
+        ([math.inf, 2], [1, 1], 2),
     ],
 )
 def test_a_common_ratio_is_found(mine, reference, ratio):

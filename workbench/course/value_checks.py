@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -107,16 +108,18 @@ def _differences(values: Any, reference: Any, atol: float, rtol: float, where: s
 def ratio_of(values: Any, reference: Any) -> float:  # noqa: ANN401 - as in :func:`same`
     """Return by which whole number, or one over a whole number, all values differ from the reference; 0: by none.
 
-    Values that are 0 in either are left out.
+    Values that are 0 or not finite in either are left out.
     """
     mine, theirs = (np.concatenate([np.empty(0), *_arrays(each)]) for each in (values, reference))
     if mine.shape != theirs.shape:
         return 0
-    used = (np.abs(theirs) > 1e-6) & (np.abs(mine) > 1e-6)
+    used = (np.abs(theirs) > 1e-6) & (np.abs(mine) > 1e-6) & np.isfinite(mine) & np.isfinite(theirs)
     ratios = mine[used] / theirs[used]
     if not len(ratios):
         return 0
     ratio = float(np.median(ratios))
+    if not math.isfinite(ratio):
+        return 0
     whole = round(ratio) if abs(ratio) >= 1 else 1 / (round(1 / ratio) if abs(ratio) > 1e-4 else 1)
     return float(whole) if whole != 1 and np.allclose(ratios, whole, rtol=1e-2) else 0
 
