@@ -519,6 +519,18 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
             "os._exit; rank 0 was terminated: SIGTERM, train.py:12; rank 2 failed 200 ms later because its peer was",
             "find out what killed rank 1: ",
         ),
+        # but a rank that is terminated after others have lost a peer was not that peer
+        (
+            [failed(0, 3.2, "SIGTERM", BOOM[0]), killed(1, 3), failed(2, 3.1, CLOSED)],
+            "rank 1 was killed first, or called os._exit; rank 2 failed 100 ms later because its peer was gone; "
+            "rank 0 was terminated 200 ms later",
+            "find out what killed rank 1: ",
+        ),
+        (
+            [failed(0, 3.2, "SIGTERM"), failed(2, 3.1, CLOSED)],
+            "rank 2 failed first: RuntimeError: Connection closed by peer [::1]:1; rank 0 was terminated 100 ms later",
+            "see what ended the process that rank 2 waited for, which is not recorded",
+        ),
         ([failed(0, 3, "SIGTERM"), killed(1, 3.1)], "rank 0 was terminated first: SIGTERM; rank 1 was killed", "see "),
         ([failed(n, 3, "SIGTERM") for n in (0, 1)], "ranks 0-1 were terminated: SIGTERM", "see what sent SIGTERM"),
         (

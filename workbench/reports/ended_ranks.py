@@ -75,7 +75,15 @@ def _gone(positions: Sequence[RunPosition]) -> list[RunPosition]:
 
 
 def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
-    """Return the ranks that ended first, and alike; ``gone`` is in the order of their ends."""
+    """Return the ranks that ended first, and alike; ``gone`` is in the order of their ends.
+
+    A rank that a signal ended after others had lost a peer is not that peer.
+    """
+    lost_ns = min((each.ended_ns or 0 for each in gone if each.ending is Ending.PEER), default=None)
+    if lost_ns is not None:
+        by_signal = [each for each in gone if each.reason.startswith("SIG")]
+        later = [each for each in by_signal if (each.ended_ns or 0) > lost_ns + _AT_ONCE_NS]
+        gone = [each for each in gone if each not in later]
     own = [each for each in gone if each.ending in (Ending.ERROR, Ending.ABORTED)]
     killed = [each for each in gone if each.ending in (None, Ending.OUTSIDE)]
     if own and (not killed or (own[0].ended_ns or 0) <= (killed[0].ended_ns or 0) + TOGETHER_NS):
