@@ -123,6 +123,8 @@ STOP = RecordingStop(t_ns=9 * S, step=7, reason="No space left on device")
         # its process lives, and writes nothing
         ([FORWARD], {"alive_s": 10, "process": "stopped"}, 40, RunState.SILENT),
         ([gather(9)], {"alive_s": 10, "process": "alive"}, 40, RunState.WAITS),
+        # its process is gone: no need to wait
+        ([gather(9)], {"alive_s": 10, "process": "gone"}, 10, RunState.LOST),
         # a step that is not recorded
         ([FORWARD], {"alive_s": 60, "event_s": 59.9}, 60, RunState.RUNS),
         ([FORWARD], {"alive_s": 60, "event_s": 50}, 60, RunState.SILENT),

@@ -28,6 +28,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.earlier_steps import EarlierSteps
 from workbench.trace.header import header_to_dict, key_frame_to_dict
 from workbench.trace.keyframe import advance
+from workbench.trace.process_state import processes_here
 from workbench.trace.read_recording import RecordingReader, read
 from workbench.trace.recording import (
     HEAD,
@@ -41,7 +42,7 @@ from workbench.trace.recording import (
     SilentStack,
 )
 from workbench.trace.row_compression import MAX_PACKED_BYTES, by_row, to_wire
-from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame
+from workbench.trace.schema import ROW_DTYPE, ClockReading, GroupInfo, HostClock, KeyFrame, RankInfo
 
 PLENTY = 1 << 30
 FIRST = "rank0.0000.rec"
@@ -1065,6 +1066,29 @@ def test_a_run_is_alive_while_a_rank_that_has_not_ended_writes(tmp_path, end, no
         writer.end(end)
     writer.close()
     assert read(tmp_path).is_alive(10**18 + 10**9 + int(now_s * 1e9)) is is_alive
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_that_is_gone_was_killed_unless_its_end_was_written_meanwhile(tmp_path, monkeypatch, ends):
+    """It writes its end after its file was read, and before the kernel is asked."""
+    trace = one_rank()
+    info = RankInfo(rank=0, host=socket.gethostname(), device="cpu", pid=os.getpid())
+    trace = Trace(replace(trace.header, ranks=(info,)), trace.ranks)
+    now = {"t_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+    writer = write(tmp_path, trace, 0, clock=clock_here(), processes=processes_here(), **now)
+
+    def state(*_):
+        if ends:
+            writer.end(RunEnd(t_ns=time.monotonic_ns()))
+        return "gone"
+
+    monkeypatch.setattr(read_recording, "process_state", state)
+    found = read(tmp_path)
+    writer.close()
+    (position,) = positions(found, time.time_ns())
+    assert position.state is (RunState.ENDED if ends else RunState.LOST)
+    assert not found.is_alive(time.time_ns())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere clocks have no identity of a boot")

@@ -35,6 +35,7 @@ from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.frames import is_of_a_library
+from workbench.trace.process_state import processes_here
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 
@@ -115,6 +116,7 @@ class RankRecording:
             t_ns=time.monotonic_ns(),
             wall_ns=time.time_ns(),
             program=program,
+            processes=processes_here(),
         )
         self._written = 0
         self._header_version = self._recorder.header_version

@@ -269,10 +269,10 @@ def _position(
 ) -> RunPosition:
     last_ns = _last_time(rank_trace.rows, known)
     at_ns, wall_ns = _last_alive(known, last_ns)
-    if known.process:  # it lives, and writes nothing
+    if known.process in _SILENT_AS:  # it lives, and writes nothing
         at_ns, wall_ns = at_ns + now_wall_ns - wall_ns, now_wall_ns
     for_ns = max(at_ns - last_ns, 0)
-    is_lost = known.end is None and now_wall_ns - wall_ns > ALIVE_NS
+    is_lost = known.end is None and (known.process == "gone" or now_wall_ns - wall_ns > ALIVE_NS)
     has_failed = known.end is not None and bool(known.end.reason)
     of_call = known.end is not None and ending_of(known.end.reason, known.end.frames) in (Ending.PEER, Ending.TIMEOUT)
     call = _open_call(rank_trace, has_failed=has_failed or is_lost, of_call=of_call)

@@ -87,7 +87,8 @@ class RecordedRank:
         notes: sentences that the rank wrote for the reader; also among those of the recording.
         is_cut: whether something unreadable follows the last whole frame.
         offset_ns: nanoseconds by which its clock is ahead of that of the trace.
-        process: state of its process when the folder was read, if it has not ended and wrote nothing for a while.
+        process: state of its process when the folder was read, if it has not ended and is gone, or wrote nothing for a
+            while.
     """
 
     start: RunStart
@@ -128,7 +129,7 @@ class Recording:
 
     def is_alive(self, now_ns: int) -> bool:
         """Return whether a rank that has not ended wrote until a moment before ``now_ns``, in time of day."""
-        signs = [rank.last_sign for rank in self.ranks.values() if rank.end is None]
+        signs = [rank.last_sign for rank in self.ranks.values() if rank.end is None and rank.process != "gone"]
         return any(sign.wall_ns > now_ns - ALIVE_NS for sign in signs)
 
 
@@ -173,15 +174,21 @@ class RecordingReader:
         with self._lock:
             if self._newest is not None and self._newest.has_ended:
                 return self._newest
-            files: dict[int, dict[int, Path]] = {}
-            for path in self._folder.iterdir():
-                named = _NAME.fullmatch(path.name)
-                if named:
-                    files.setdefault(int(named[1]), {})[int(named[2])] = path
-            if not self._follows(files):
-                self._read_all(files)
+            self._read_files()
+            newly_gone = [reader.rank for reader in self._readers.values() if reader.is_newly_gone()]
+            if newly_gone:
+                self._read_files()  # their ends may have been written since
             self._newest = self._recording()
             return self._newest
+
+    def _read_files(self) -> None:
+        files: dict[int, dict[int, Path]] = {}
+        for path in self._folder.iterdir():
+            named = _NAME.fullmatch(path.name)
+            if named:
+                files.setdefault(int(named[1]), {})[int(named[2])] = path
+        if not self._follows(files):
+            self._read_all(files)
 
     def _follows(self, files: Mapping[int, Mapping[int, Path]]) -> bool:
         """Add what known ranks have written since; return False if all must be read again."""
@@ -427,7 +434,7 @@ class _RankReader:
         self.end: RunEnd | None = None
         self.stop: RecordingStop | None = None
         self.own_notes: dict[str, None] = {}  # sentences of the rank itself, each once
-        self.is_cut = False
+        self.is_cut = self._is_gone = False
         self.notes: dict[str, str] = {}  # by name of a file
         self._number, self._at, self._id = -1, 0, 0  # of the file that is read: its number, what was read, its inode
         self._outcome_at = 0  # in that file; 0: unknown
@@ -448,8 +455,20 @@ class _RankReader:
         """The last sign of life that the rank wrote."""
         return self.last_beat or self.begun
 
+    def is_newly_gone(self) -> bool:
+        """Return whether its process was not known to be gone, and has ended without an end that was read."""
+        was_gone, info = self._is_gone, self.header.info_of.get(self.rank)
+        if self.end is None and self.start is not None and info is not None:
+            self._is_gone = process_state(info, self.start) == "gone"
+        return self._is_gone and not was_gone
+
     def process(self) -> ProcessState:
-        """Return the state of its process if it is of this machine and wrote nothing for long; else empty."""
+        """Return the state of its process if it is of this machine, and is gone or wrote nothing for long; else empty.
+
+        A process is gone only if its files were read since.
+        """
+        if self._is_gone:
+            return "gone"
         if time.monotonic_ns() - self.last_sign.t_ns <= ALIVE_NS or self.rank not in self.header.info_of:
             return ""
         return process_state(self.header.info_of[self.rank], self.begun)

@@ -87,6 +87,7 @@ class RunStart:
         t_ns: time on that clock.
         wall_ns: time of day at ``t_ns``, in nanoseconds since 1970: clocks of several hosts are compared by it.
         program: the script and its arguments.
+        processes: identity of the namespace of its process's number; empty if unknown.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RunStart:
     t_ns: int
     wall_ns: int
     program: tuple[str, ...] = ()
+    processes: str = ""
 
 
 Activity = Literal[
