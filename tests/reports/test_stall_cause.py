@@ -422,6 +422,44 @@ def test_a_step_in_which_one_rank_has_fewer_micro_batches():
 # ---- sends and receives
 
 
+@pytest.mark.parametrize("step_of", [lambda step: step, lambda _: -1])
+@pytest.mark.parametrize("skipped", [None, 0, 1, "after"])
+def test_a_send_that_one_stage_of_a_pipeline_left_out(skipped, step_of):
+    """Stage 1 forwards each of two micro-batches, then receives two gradients; so it did in the steps before."""
+    forward, onwards, back = (0, 1), (1, 2), (2, 1)
+    calls = [[], [], []]
+    for step in range(4):
+        for micro in range(2):
+            calls[1].append((0, Kind.RECV, step))
+            if step < 3 or micro != skipped:
+                calls[1].append((1, Kind.SEND, step))
+            calls[2].append((1, Kind.RECV, step))
+        for rank_, kind in ((1, Kind.RECV), (2, Kind.SEND)):
+            calls[rank_] += [(2, kind, step)] * 2
+    cut = {1: [each for each in calls[1] if each != (2, Kind.RECV, 3)] + [(2, Kind.RECV, 3)], 2: calls[2][:-2]}
+    if skipped == "after":  # stage 2 waits for one more than it ever got
+        cut[2] += [(1, Kind.RECV, 3)]
+
+    def issued(number):
+        seen = [0, 0, 0]
+        for at, (group, kind, step) in enumerate(cut[number]):
+            call = gather(0.01 * at, kind=kind, unit=-1, number=seen[group], group=group, step=step_of(step))
+            seen[group] += 1
+            yield call
+            if at < len(cut[number]) - 1:
+                yield {**call, "edge": Edge.END}
+
+    found = cause_of(alive(1, *issued(1)), alive(2, *issued(2)), groups=(forward, onwards, back))
+    if skipped in (0, 1):
+        assert found.verdict.startswith(
+            f"rank 1 left out a send to rank 2{' in step 3' if step_of(0) == 0 else ''}: rank"
+        )
+        assert found.evidence[0] == "rank 1 has sent 7 to rank 2, one less than at this place of earlier steps"
+    else:
+        rest = "rank 2 does not come" if skipped is None else "ranks 1-2 wait for each other: all receive first"
+        assert found.verdict.startswith(rest)
+
+
 def test_a_receive_without_a_send():
     groups = ((0, 1, 2), (1, 0))
     barrier = gather(2, **BARRIER, number=0)

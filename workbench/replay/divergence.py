@@ -34,6 +34,10 @@ _CONTEXTS = (32, 8, 2)
 """Numbers of calls that tell what usually follows them, the longest first."""
 
 
+_MIN_ALIKE = 3
+"""Calls at the same place of a step, with the newest one, of which the others tell what is usual."""
+
+
 class Parting(Enum):
     """How the calls of two parties differ from the first different one on; the value is its display text."""
 
@@ -171,6 +175,37 @@ def has_usual_end(codes: NDArray[np.int64]) -> bool | None:
         if len(after):
             return bool(after[0] == codes[-1]) if (after == after[0]).all() else None
     return None
+
+
+def has_left_out(part: RankTrace, left_out: int, group: int, number: int) -> bool:
+    """Return whether a rank has issued one call of ``left_out`` less than usual when it issued its newest call.
+
+    Usual is the difference to the calls of another group, or of the newest call's own, whenever it issued the like
+    in the steps before: as many sends as receives, or the same number of sends in each step.
+
+    Args:
+        part: the rank's rows.
+        left_out: index of the group of which a call may be missing.
+        group: of the newest call.
+        number: of the newest call.
+    """
+    rows = _numbered(part)
+    newest = np.flatnonzero((rows["comm_group"] == group) & (rows["comm_seq"] == number))
+    if not len(newest):
+        return False
+    rows = rows[: newest[0] + 1]
+    at = np.flatnonzero(rows["comm_group"] == group)
+    steps, first, which = np.unique(rows["step"][at], return_index=True, return_inverse=True)
+    in_step = np.where(steps[which] < 0, 0, np.arange(len(at)) - first[which])  # without steps, all are alike
+    alike = at[in_step == in_step[-1]]
+    if len(alike) < _MIN_ALIKE:
+        return False
+    for other in set(rows["comm_group"].tolist()) - {left_out}:
+        change = (rows["comm_group"] == other).astype(int) - (rows["comm_group"] == left_out)
+        differ = (np.cumsum(change) - change)[alike]
+        if (differ[:-1] == differ[0]).all() and differ[-1] == differ[0] + 1:
+            return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

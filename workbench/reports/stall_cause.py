@@ -16,7 +16,15 @@ from dataclasses import dataclass, replace
 from workbench.base.fault import Fault
 from workbench.base.text_formats import format_long
 from workbench.events import Edge, Kind, unit_words
-from workbench.replay.divergence import Divergence, Parting, UnsharedCall, first_divergence, first_unshared, is_usual
+from workbench.replay.divergence import (
+    Divergence,
+    Parting,
+    UnsharedCall,
+    first_divergence,
+    first_unshared,
+    has_left_out,
+    is_usual,
+)
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import counts, first_difference, passes_before
@@ -42,6 +50,7 @@ from workbench.trace.columns import Trace
 from workbench.trace.frames import short_place
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
+from workbench.trace.step_names import step_name
 
 _MAX_PLACES = 3
 """Lines that a verdict names; of more, the evidence has them."""
@@ -308,7 +317,10 @@ class _Waits:
         )
 
     def _of_pairs(self, cycle: Sequence[RunPosition]) -> Fault:
-        """Return that all ranks of a cycle receive, or send, first."""
+        """Return that all ranks of a cycle receive, or send, first, or that one left out what the one before awaits."""
+        found = [each for each in zip(cycle, (*cycle[1:], cycle[0]), strict=True) if self._has_left_out(*each)]
+        if len(found) == 1:
+            return self._of_left_out(*found[0])
         kinds = {each.pending.kind for each in cycle if each.pending is not None}
         verb = f"all {kinds.pop().words} first" if len(kinds) == 1 else "none of them can end"
         verb = verb.replace("all recv", "all receive")
@@ -317,6 +329,31 @@ class _Waits:
             verdict=f"{label([each.rank for each in cycle])} wait for each other: {verb}{_places(cycle, ', in ')}",
             evidence=(*self._wait_lines(cycle), *frame_lines(cycle)),
             fix="let one of two ranks send first and the other receive first, or use dist.batch_isend_irecv",
+        )
+
+    def _has_left_out(self, waiting: RunPosition, other: RunPosition) -> bool:
+        """Return whether a rank has left out the send or receive for which another one waits."""
+        awaited, own = waiting.pending, other.pending
+        assert awaited is not None
+        assert own is not None
+        part = self.trace.rank(other.rank)
+        return has_left_out(part, self._group_of(awaited), self._group_of(own), own.number)
+
+    def _of_left_out(self, waiting: RunPosition, other: RunPosition) -> Fault:
+        awaited = waiting.pending
+        assert awaited is not None
+        sends = awaited.kind is Kind.RECV
+        what, has, to = ("a send to", "sent", "to") if sends else ("a receive from", "received", "from")
+        peer, step = f"rank {waiting.rank}", f" in {step_name(other.step)}" if other.step >= 0 else ""
+        both = (waiting, other)
+        number = (
+            f"rank {other.rank} has {has} {awaited.number} {to} {peer}, one less than at this place of earlier steps"
+        )
+        return Fault(
+            rule="unpaired-calls",
+            verdict=f"rank {other.rank} left out {what} {peer}{step}: {peer} waits for it{_places([waiting], ', in ')}",
+            evidence=(number, *self._wait_lines(both), *frame_lines(both)),
+            fix="let each rank send as often as its peer receives, whatever its data",
         )
 
     def _of_unpaired(self, one: RunPosition, other: RunPosition) -> Fault:
