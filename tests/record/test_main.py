@@ -414,8 +414,8 @@ def test_a_script_runs_as_by_python(run, tmp_path, capsys):
     ("text", "kind", "reason", "frame"),
     [
         ("import sys\nsys.exit(3)", SystemExit, "exit status 3", "2 in <module>: sys.exit(3)"),
-        ("import sys\nsys.exit()", SystemExit, "", ""),
-        ("import sys\nsys.exit(0)", SystemExit, "", ""),
+        ("import sys\nsys.exit()", SystemExit, "", "2 in <module>: sys.exit()"),
+        ("import sys\nwhile 1:\n    sys.exit(0)", SystemExit, "", "3 in <module>, loop 2: sys.exit(0)"),
         ("import sys\nsys.exit('no data')", SystemExit, "exit: no data", "2 in <module>: sys.exit('no data')"),
         (
             "def f():\n    for x in y:\n        raise ValueError('bad')\n\ny = [1]\nf()",

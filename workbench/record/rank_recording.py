@@ -180,7 +180,7 @@ class RankRecording:
                 self._write()
         except Exception as problem:  # noqa: BLE001 - whatever it is, the program ends as it would without
             self._stop_early(problem)
-        frames = () if error is None or not reason else (*_frames_of(error),)
+        frames = () if error is None else (*_frames_of(error),)
         own = [each for each in frames if not is_of_a_library(each)]
         with suppress(OSError):
             self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=tuple(own)))

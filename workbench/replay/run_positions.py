@@ -96,7 +96,7 @@ class RunPosition:
         pending: the collective that it waits for, or waited for when its program ended other than by success.
         reason: why its program ended; empty for success, or while it has not.
         frames: its stack, the innermost call last, if it was written since its last event; of a program that failed,
-            that of its error.
+            that of its error, and of one that ended by ``sys.exit``, that of this call.
         activity: what its main thread did when it wrote the stack.
         since_ns: time of its last event on the trace's clock; of a rank that failed in a collective, of its begin.
         ended_ns: time of its end on the trace's clock; of a rank that was killed, of its last sign of life; None: it
@@ -283,7 +283,7 @@ def _position(
     frames = () if quiet is None else quiet.frames
     if known.end is not None:
         state = RunState.FAILED if has_failed else RunState.ENDED
-        frames = with_lines(known.end.frames, frames) or frames
+        frames = with_lines(known.end.frames, frames) or (frames if has_failed else ())
     elif known.stop is not None:
         state = RunState.UNRECORDED
     elif is_lost:
@@ -301,7 +301,7 @@ def _position(
         for_ns=for_ns,
         pending=None if state in (RunState.ENDED, RunState.UNRECORDED) else pending,
         reason="" if known.end is None else known.end.reason,
-        frames=() if state is RunState.ENDED else frames,
+        frames=frames,
         activity=_SILENT_AS.get(known.process) or ("" if quiet is None else quiet.activity),
         since_ns=int(call["t_ns"]) if call is not None and of_call else last_ns - known.offset_ns,
         ended_ns=at_ns - known.offset_ns if is_over else None,

@@ -25,6 +25,7 @@ from workbench.trace.step_names import step_name
 
 SAME_CALLS = "let all ranks issue the same collectives: none within `if rank == 0:`, nor in a branch that data decides"
 SAME_BATCHES = "give all ranks the same number of batches, such as by DistributedSampler(dataset, drop_last=True)"
+LEAVE_TOGETHER = "let all ranks leave together: decide on one rank and broadcast it, or all-reduce the decision"
 _SAME_PASSES = "let all ranks run the same forwards and backwards in each step, whatever their data"
 SAME_ROOT = "pass the same src or dst on all ranks"
 _FIX = {

@@ -39,6 +39,7 @@ from workbench.replay.run_positions import (
 from workbench.reports.ended_ranks import ends_words, first_end, first_end_ns
 from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
+    LEAVE_TOGETHER,
     SAME_BATCHES,
     SAME_ROOT,
     divergence_fault,
@@ -47,7 +48,7 @@ from workbench.reports.parted_ranks import (
     same_calls_or_batches,
 )
 from workbench.trace.columns import Trace
-from workbench.trace.frames import short_place
+from workbench.trace.frames import is_in_loop, short_place
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
@@ -182,13 +183,16 @@ class _Waits:
         have, others = "have" if len(ended) > 1 else "has", label([each.rank for each in waiting])
         units = unit_names(self.trace.header)
         pending = next(each.pending for each in waiting if each.pending is not None)
-        rule, fix = "uneven-batches", SAME_BATCHES
-        # all have run the same passes, and the call is of no model, nor of a loop that made a further turn
-        if len(numbers) == 1 and pending.unit < 0 and not self._is_usual(waiting[0].rank, pending):
+        rule, end = "uneven-batches", f"{have} ended"
+        fix = f"{SAME_BATCHES}; or, if {ranks} decided to end, {LEAVE_TOGETHER}"
+        if all(is_in_loop(each.users_frames) for each in ended):
+            end, fix = f"ended by sys.exit{_places(ended, ' in ')}", LEAVE_TOGETHER
+        elif len(numbers) == 1 and pending.unit < 0 and not self._is_usual(waiting[0].rank, pending):
+            # the call is of no model, nor of a loop that made a further turn
             rule, fix = "other-collective", same_calls_or_batches(ranks)
         return Fault(
             rule=rule,
-            verdict=f"{ranks} {have} ended, while {others} still issued collectives: "
+            verdict=f"{ranks} {end}, while {others} still issued collectives: "
             f"{pending_words(pending, units)}{_places(waiting, ', in ')}",
             evidence=(*(f"{label(ranks)}: {words}" for words, ranks in numbers.items()), *frame_lines(waiting)),
             fix=fix,

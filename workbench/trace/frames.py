@@ -28,6 +28,11 @@ def short_place(frame: str) -> str:
     return PurePath(frame.partition(" in ")[0]).name
 
 
+def is_in_loop(frames: Sequence[str]) -> bool:
+    """Return whether a call of a stack is within a loop."""
+    return any(found["loops"] for found in map(_FRAME.match, frames) if found)
+
+
 def with_lines(frames: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """Return calls with their loops and lines, of which those that a crash left have none, from another stack.
 

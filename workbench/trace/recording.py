@@ -160,7 +160,7 @@ class RunEnd:
     Attributes:
         t_ns: when.
         reason: its error as ``Name: text``, or its exit status; empty for success.
-        frames: the calls that raised the error, the innermost last.
+        frames: the calls that raised the error or called ``sys.exit``, the innermost last.
     """
 
     t_ns: int
