@@ -144,7 +144,7 @@ def test_a_hanging_cell_shows_which_rank_waits_where(living, monkeypatch):
 def test_ranks_that_issue_different_collectives_are_told_which(living, monkeypatch):
     monkeypatch.setattr(living._session, "_quiet_s", 0.1)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.1)
-    verdict = "rank 1 issued barrier (cell:3) where rank 0 issued all-reduce (cell:5)"
+    verdict = "ranks 0-1 part: rank 0 issued all-reduce (cell:5), rank 1 barrier (cell:3)"
     causes = []
 
     def give_up_once_it_is_said(sentence):

@@ -77,7 +77,7 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
         ),
         (
             [alive(0, gather(1)), alive(1, gather(2, kind=Kind.ALL_REDUCE, unit=-1))],
-            "rank 1 issued all-reduce where rank 0 issued all-gather of blocks.2",
+            "ranks 0-1 part: rank 0 issued all-gather of blocks.2, rank 1 all-reduce",
             True,
         ),
         (

@@ -32,7 +32,7 @@ def test_ranks_that_part_and_go_on_are_told_too():
     runs = row(Kind.FORWARD, Edge.BEGIN, 29, unit=3)
     found = report(alive(0, gather(1, unit=1), runs), alive(1, gather(1, unit=2), runs))
     assert not found.is_stalled
-    assert found.cause.verdict == "rank 1 issued all-gather of blocks.1 where rank 0 issued all-gather of blocks.0"
+    assert found.cause.verdict == "ranks 0-1 part: rank 0 issued all-gather of blocks.0, rank 1 all-gather of blocks.1"
 
 
 def test_a_rank_that_issued_something_else():
@@ -46,6 +46,30 @@ def test_a_rank_that_issued_something_else():
         f"rank 1 is in {OWN[-1]} (called from train.py:31)",
     )
     assert (found.rule, found.fix) == ("other-collective", SAME_CALLS)
+
+
+BARRIER = {"kind": Kind.BARRIER, "unit": -1}
+IN_HELPER, PAST_HELPER = ("/x/train.py:40 in run: prepare()", OWN[-1]), ("/x/train.py:42 in run: model = DDP(net)",)
+IN_LINE, IN_TURN = ("/x/train.py:40 in run: dist.barrier()",), ("/x/train.py:42 in run, loop 39: step()",)
+
+
+@pytest.mark.parametrize("rank_in", [0, 1])
+@pytest.mark.parametrize(
+    ("one", "other", "verdict"),
+    [
+        (IN_HELPER, PAST_HELPER, "rank {0} issued barrier (model.py:9), which rank {1} left out (train.py:42)"),
+        # a branch of one of them, perhaps, or an earlier turn
+        (IN_LINE, PAST_HELPER, "ranks 0-1 part: "),
+        (IN_HELPER, IN_TURN, "ranks 0-1 part: "),
+        (PAST_HELPER, IN_LINE, "ranks 0-1 part: "),
+        ((), PAST_HELPER, "ranks 0-1 part: "),
+    ],
+)
+def test_of_two_ranks_the_one_is_the_exception_whose_call_the_other_has_passed(one, other, verdict, rank_in):
+    ranks = [alive(rank_in, gather(1, **BARRIER), **quiet(*one)), alive(1 - rank_in, gather(1), **quiet(*other))]
+    found = cause_of(*sorted(ranks, key=lambda each: each[0].rank))
+    assert found.verdict.startswith(verdict.format(rank_in, 1 - rank_in))
+    assert found.rule == "other-collective"
 
 
 def test_of_two_ranks_without_the_third_none_is_the_exception():
@@ -250,7 +274,6 @@ def test_the_cause_is_the_headline_and_stands_below_the_headline_and_is_escaped(
 
 # ---- the same verdict before and after the end
 
-BARRIER = {"kind": Kind.BARRIER, "unit": -1}
 IN_LOOP, PAST_LOOP = "/x/train.py:5 in main, loop 4: step()", "/x/train.py:6 in main: dist.barrier()"
 IF_RANK = "/x/train.py:6 in main, loop 4: evaluate()"
 PAIRS = ((0, 1), (0, 1), (1, 0))
@@ -419,7 +442,7 @@ def test_a_backward_that_the_last_batch_of_one_rank_lacks():
         for n, words in ((1, "0 backwards"), (0, "1 backward"))
     )
     ranks[1] = alive(1, *SKIPPED, reduces, **stack(IF_RANK, 3))  # still in its loop: a call more, perhaps
-    assert cause_of(*ranks).verdict.startswith("rank 1 issued reduce")
+    assert cause_of(*ranks).verdict.startswith("ranks 0-1 part: ")
 
 
 def test_micro_batches_of_which_one_rank_has_fewer():
@@ -433,7 +456,7 @@ def test_a_unit_that_one_rank_gathers_before_its_forward_is_no_sign_of_fewer_bat
     """The other is in its forward, and gathers another unit there."""
     found = cause_of(alive(0, forward(1)), alive(1, gather(1)))
     assert found.rule == "other-collective"
-    assert found.verdict == "rank 1 issued all-gather of blocks.2 where rank 0 issued all-gather of (root)"
+    assert found.verdict == "ranks 0-1 part: rank 0 issued all-gather of (root), rank 1 all-gather of blocks.2"
 
 
 def test_a_step_in_which_one_rank_has_fewer_micro_batches():

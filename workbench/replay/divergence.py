@@ -90,6 +90,7 @@ class Divergence:
         parting: how the calls of the fewer ranks differ from those of most.
         most_passes: passes that the lowest of most ranks had begun when it issued its own.
         other_passes: passes that the lowest of the others had begun.
+        is_open: whether the parties are equal, and nothing recorded of their calls tells which one is the exception.
     """
 
     group: int
@@ -104,6 +105,7 @@ class Divergence:
     aborted_ranks: tuple[int, ...] = ()
     most_passes: tuple[BegunPass, ...] = ()
     other_passes: tuple[BegunPass, ...] = ()
+    is_open: bool = False
 
     def swapped(self) -> Divergence:
         """Return the same with the parties swapped: ``most`` did what all did before."""
@@ -141,8 +143,10 @@ def first_divergence(trace: Trace) -> Divergence | None:
     calls_of = [(trace.rank(ranks[0]), first.group, first.number) for ranks in (first.most_ranks, first.other_ranks)]
     is_even = len(first.most_ranks) == len(first.other_ranks)  # else fewer ranks are the exception, whatever they did
     is_unknown = is_even and first.parting is Parting.UNKNOWN
-    is_swapped = is_unknown and [is_usual(*call) for call in calls_of] == [False, True]
-    return found_first.swapped() if is_swapped else found_first
+    usual = [is_usual(*call) for call in calls_of] if is_unknown else []
+    if usual == [False, True]:
+        return found_first.swapped()
+    return replace(found_first, is_open=is_unknown and usual != [True, False])
 
 
 def _seq_of(issued: Rows, group: int, number: int) -> int:

@@ -19,7 +19,7 @@ from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
 from workbench.replay.run_positions import RunPosition
 from workbench.reports.event_text import unit_names
-from workbench.trace.frames import has_left_loop, short_place
+from workbench.trace.frames import has_left_loop, has_passed_call, short_place
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
@@ -111,7 +111,7 @@ class _Words:
             case Parting.LEFT_OUT:
                 verdict = f"{mine} left out {most}{at}, which {theirs} issued{there}"
             case Parting.UNKNOWN:
-                verdict = f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
+                verdict = self._of_unknown(at, there)
         if found.unknown_ranks and len(found.most_ranks) == len(
             found.other_ranks
         ):  # so which ones are fewer is not known
@@ -119,6 +119,19 @@ class _Words:
             verdict = f"{both} differ, and the call of {label(found.unknown_ranks)} is not recorded: {verdict}"
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
+
+    def _of_unknown(self, at: str, there: str) -> str:
+        """Return that ranks issued different calls, where what follows them does not tell how they part."""
+        found = self._found
+        mine, other, theirs, most = self._mine, self._other, self._theirs, self._most
+        if not found.is_open:
+            return f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
+        if self._have_passed(found.most_ranks, found.other_ranks):
+            return f"{mine} issued {other}{at}, which {theirs} left out{there}"
+        if self._have_passed(found.other_ranks, found.most_ranks):
+            return f"{theirs} issued {most}{there}, which {mine} left out{at}"
+        both = label(sorted((*found.most_ranks, *found.other_ranks)))
+        return f"{both} part: {theirs} issued {most}{there}, {mine} {other}{at}"
 
     def _payload(self, call: IssuedCall) -> str:
         """Return the payload of a call as text: ``"512 elements of float32 (2.00 KiB)"``."""
@@ -233,6 +246,11 @@ class _Words:
         if not have_left and len(many) < len(few):
             verdict = f"{label(many)} began forward {forwards + 1}{self._line(many)}, where {own}"
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
+
+    def _have_passed(self, ranks: Sequence[int], others: Sequence[int]) -> bool:
+        """Return whether ranks are past the call in which others issued what they did not."""
+        stacks = [[each.users_frames for each in self._positions if each.rank in own] for own in (ranks, others)]
+        return all(stacks) and all(has_passed_call(mine, theirs) for mine, theirs in product(*stacks))
 
     def _have_left_loop(self, few: Sequence[int], many: Sequence[int]) -> bool | None:
         """Return whether ranks have left a loop in which others still are; None if their stacks do not tell."""

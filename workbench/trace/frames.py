@@ -75,6 +75,25 @@ def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
     return None
 
 
+def has_passed_call(frames: Sequence[str], others: Sequence[str]) -> bool:
+    """Return whether a rank is past the call of one of the user's functions in which another one still is.
+
+    That is told by their lines in the function in which their calls part, if there is no loop so far.
+
+    Args:
+        frames: the rank's calls of the user's code, the innermost last.
+        others: those of the other rank.
+    """
+    parsed = [[found for found in map(_FRAME.match, each) if found] for each in (frames, others)]
+    for depth, (mine, theirs) in enumerate(zip(*parsed, strict=False), 1):
+        if mine["loops"] or theirs["loops"] or _function(mine) != _function(theirs):
+            return False
+        if mine["line"] != theirs["line"]:
+            knows_loops = all(found.end() < len(found.string) for found in (mine, theirs))
+            return knows_loops and int(mine["line"]) > int(theirs["line"]) and len(parsed[1]) > depth
+    return False
+
+
 def _from_common(calls: Sequence[re.Match[str]], others: Sequence[re.Match[str]]) -> Sequence[re.Match[str]]:
     """Return calls from the first one on whose function is among the others'."""
     known = set(map(_function, others))
