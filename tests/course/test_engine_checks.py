@@ -20,8 +20,8 @@ WRONG = {
     "reduces_each_micro_batch": "ranks 0-1 issued 10 reduce-scatters in step 3, not 5: your engine reduces after"
     " each of 2 micro-batches: let gradients accumulate, and reduce once, after the "
     "last one",
-    "reduces_in_another_order": "rank 1 issued reduce-scatter of blocks.3 where rank 0 issued reduce-scatter of "
-    "blocks.0: each rank must issue the same collectives in the same order",
+    "reduces_in_another_order": "ranks 0-1 part: rank 0 issued reduce-scatter of blocks.0, rank 1 reduce-"
+    "scatter of blocks.3: each rank must issue the same collectives in the same order",
     "forgets_the_last_block": "the units are blocks.0-2 and (root); blocks.3 is missing: parameters in no unit "
     "are not sharded, and nothing reduces their gradients: the ranks part",
     "waits_for_each_gather": "ranks 0-1 issue 0 of 18 all-gathers ahead in step 3, not at least 1: the all-"

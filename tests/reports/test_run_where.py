@@ -9,6 +9,7 @@ from workbench.events import C10D, Edge, Kind, Unit
 from workbench.reports.run_where import where
 from workbench.trace.columns import Trace
 from workbench.trace.recording import RunEnd, SilentStack
+from workbench.trace.schema import RankInfo
 
 UNITS = tuple(
     Unit(
@@ -131,6 +132,22 @@ def test_the_headline(ranks, headline, stalled):
     found = report(*ranks)
     assert found.headline == headline
     assert found.is_stalled is stalled
+
+
+def test_ranks_that_no_rank_waits_for_are_no_stall_unless_they_may_wait_for_a_device():
+    def of(device, *ranks):
+        found = recording(*ranks)
+        infos = tuple(RankInfo(rank=n, host="a", device=device, pid=1) for n in (0, 1))
+        header = replace(found.trace.header, units=UNITS, ranks=infos)
+        return where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S)
+
+    waits = alive(0, gather(1))
+    for others in ([alive(1, RUNS, **DONE)], [alive(1, FORWARD)]):
+        found = of("cpu", alive(0, FORWARD), *others)
+        assert (found.is_stalled, found.cause) == (False, None)
+        assert "recorded no event for 21.0 s" in found.headline
+        assert of("cuda:0", alive(0, FORWARD), *others).is_stalled
+        assert of("cpu", waits, *others).is_stalled
 
 
 def test_several_ranks_are_named_together():

@@ -18,6 +18,7 @@ from workbench.reports.report import Report
 from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
 from workbench.reports.tables import Table
 from workbench.trace.read_recording import Recording
+from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
 _STALLED = (RunState.WAITS, RunState.SILENT, RunState.UNRECORDED)
@@ -89,20 +90,36 @@ class RunWhereReport(Report):
         notes: what the recording lacks.
         cause: why it does not continue, or how ranks of a run that does issued different collectives; None: what is
             recorded does not tell, or they did not.
+        may_wait: whether a rank may wait for a collective unseen: for its device, or in one that its torch does not
+            announce.
     """
 
     computed = (*Report.computed, "is_stalled", "ranks")
-    internal = ("positions", "units")
+    internal = ("positions", "units", "may_wait")
 
     positions: tuple[RunPosition, ...]
     units: Mapping[int, str]
     notes: tuple[str, ...] = ()
     cause: Fault | None = None
+    may_wait: bool = False
 
     @property
     def is_stalled(self) -> bool:
+        """Whether one rank failed or was killed, or none continues and one waits, or is no longer recorded.
+
+        Ranks that compute for long, or sleep, and that no rank waits for, are no stall.
+        """
+        return self._is_still and (self._left != {RunState.SILENT} or self.may_wait or self.cause is not None)
+
+    @property
+    def _left(self) -> set[RunState]:
+        """States of the ranks whose programs have not ended with success."""
+        return {position.state for position in self.positions} - {RunState.ENDED}
+
+    @property
+    def _is_still(self) -> bool:
         """Whether no rank that is left continues, as far as is recorded, or one failed or was killed."""
-        left = {position.state for position in self.positions} - {RunState.ENDED}
+        left = self._left
         return bool(left) and (RunState.LOST in left or RunState.FAILED in left or left <= set(_STALLED))
 
     @property
@@ -147,7 +164,7 @@ class RunWhereReport(Report):
     @property
     def headline(self) -> str:
         """The cause of a run that does not continue, or else what its ranks do."""
-        if not self.is_stalled:
+        if not self._is_still:
             return self._progress()
         return self.cause.verdict if self.cause is not None else self._states()
 
@@ -215,7 +232,7 @@ class RunWhereReport(Report):
         return f"<div><strong>{html.escape(self.headline)}</strong>{cause}{self.table().html()}{below}</div>"
 
     def _cause_lines(self) -> list[str]:
-        if not self.is_stalled:
+        if not self._is_still or self.cause is None:
             return cause_lines(self.cause)
         are_over = all(position.is_over for position in self.positions)
         return cause_lines(self.cause, "" if are_over else self._states())
@@ -255,6 +272,12 @@ class RunWhereReport(Report):
         return f"{format_long(later)} later" if later else format_long(first)
 
 
+def _is_on_cpu(header: Header, rank: int) -> bool:
+    """Return whether a rank has no device, for which it would wait outside of any collective."""
+    info = header.info_of.get(rank)
+    return info is not None and info.device.startswith("cpu")
+
+
 def _stack_verb(position: RunPosition) -> tuple[str, str]:
     """Return what a stack says of one rank, and of several: ``"is"``, in these calls."""
     if position.activity == "since its last collective":
@@ -274,8 +297,9 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
         positions=here,
         units=unit_names(trace.header),
         notes=(*recording.notes, *([unknown] if unknown else [])),
+        may_wait=bool(unknown) or not all(_is_on_cpu(trace.header, each.rank) for each in here),
     )
-    if not found.is_stalled:
+    if not found._is_still:
         return replace(found, cause=parted(trace, here))
     then = at_first_end(recording, here)
     return replace(found, cause=stall_cause(then.trace, positions(then, now_wall_ns)))
