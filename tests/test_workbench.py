@@ -212,12 +212,12 @@ def test_status_shows_busy_ranks_and_gives_idle_ranks_more_time(trained, monkeyp
 
 def test_a_plan_needs_the_answer_of_a_rank(wb):
     command = Shard(model="model", wrap=("Block",))
-    assert wb.plan(command) == wb.fake.job.header.units
+    assert wb.preview(command) == wb.fake.job.header.units
     with pytest.raises(UsageError, match=r"^the model has no module of class Blcok; its classes are: Block \(2\)$"):
-        wb.plan(replace(command, wrap=("Blcok",)))
+        wb.preview(replace(command, wrap=("Blcok",)))
     wb.fake.silent = {0}
     with pytest.raises(UsageError, match=r"^no rank has answered: see %fsdp where$"):
-        wb.plan(command)
+        wb.preview(command)
 
 
 def test_status_lists_ranks_and_models(wb):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import tempfile
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.base.devices import AUTO
+from workbench.base.machines import DEFAULT
 from workbench.base.text_formats import plural
 from workbench.cluster import Cluster
 from workbench.cluster.attached import AttachTarget
@@ -50,6 +52,7 @@ from workbench.protocol.commands import (
     to_text,
 )
 from workbench.protocol.example import EXAMPLE
+from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
@@ -69,6 +72,7 @@ from workbench.reports.pause_results import (
     StopReport,
     WhereReport,
 )
+from workbench.reports.plan_report import PlanReport
 from workbench.reports.report import Report
 from workbench.reports.results import (
     CellReport,
@@ -91,18 +95,23 @@ from workbench.reports.results import (
 from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
+from workbench.script.planner import plan_program
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.program import CompletedCommand, Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
 from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
-from workbench.session.trace_selectors import LAST, opened_with_notes, policies, sides
+from workbench.session.trace_selectors import LAST, file_at, opened_with_notes, policies, sides
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
+from workbench.trace.file import load, save
 from workbench.trace.read_recording import RecordingReader
 from workbench.views import VIEWS, draw
 from workbench.views.compare import draw as draw_compared
+
+PLAN = "plan"
+"""The name of the newest plan, as a side of ``compare``."""
 
 MAX_PAST = 1000
 """Commands that the history keeps."""
@@ -254,6 +263,7 @@ class Workbench:
         self._target = AttachTarget()  # of the last attach
         self._last = ClusterSnapshot(trace=Trace.empty())
         self._program = Program()
+        self._planned: Trace | None = None
         self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
         self._recording: RecordingReader | None = None  # of the opened folder
@@ -609,13 +619,13 @@ class Workbench:
         """Return the models among the variables of the ranks' cells, by rank; empty when no ranks run."""
         return {} if self._session is None else self._session.models()
 
-    def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
+    def preview(self, command: Shard | Reshard) -> tuple[Unit, ...]:
         """Return the units that ``command`` would make, without any change.
 
         Raises:
             UsageError: no ranks run, or the command is not possible.
         """
-        return self._started().plan(command)
+        return self._started().preview(command)
 
     # ---- work
 
@@ -1143,9 +1153,17 @@ class Workbench:
 
     def _sides(self, a: Side, b: Side) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
         if a != "":
-            return sides(a, LAST if b == "" else b, lambda: self.trace)
+            return sides(self._named(a), self._named(LAST if b == "" else b), lambda: self.trace)
         replies = (entry.reply for entry in self.program.entries if isinstance(entry, CompletedCommand))
         return policies([reply.first_step for reply in replies if isinstance(reply, ShardReply)], lambda: self.trace)
+
+    def _named(self, side: Side) -> Side:
+        """Return the trace of the newest plan for its name, and any other side of a comparison as it is."""
+        if side != PLAN:
+            return side
+        if self._planned is None:
+            raise UsageError(f"nothing is planned yet: {PLAN!r} is the newest plan, of %fsdp plan MODEL")
+        return self._planned
 
     def _compared(self, a: Side = "", b: Side = "", *, rank: int | None = None) -> CompareReport:
         (name_a, first), (name_b, second) = self._sides(a, b)
@@ -1228,6 +1246,51 @@ class Workbench:
                 have done has no script.
         """
         return export(self.trace, path, steps, program=self.program, engine=engine)
+
+    def plan(
+        self,
+        model: str,
+        *,
+        ranks: int = 8,
+        hosts: int | None = None,
+        device: str = DEFAULT,
+        fn: str = "train_step",
+        out: str | os.PathLike[str] = "",
+        on_output: OnOutput = no_output,
+        **change: Any,  # noqa: ANN401 - of reshard
+    ) -> PlanReport:
+        """Return what the program of the ranks would need and take on other machines, which need not exist.
+
+        ``compare("plan", "last")`` then shows the difference to what was measured here.
+
+        Args:
+            model: the variable of the model.
+            ranks: number of ranks.
+            hosts: number of hosts; None: as few as their devices need.
+            device: a name of :data:`workbench.base.machines.MACHINES`.
+            fn: the step function.
+            out: the trace file to write; empty: none.
+            on_output: as for :meth:`run_cell`.
+            change: options of :class:`~workbench.protocol.commands.Reshard`: how the model would be sharded.
+
+        Raises:
+            UsageError: the program cannot be planned as given.
+            RankError, RankDied, Interrupted: the program failed on the planned rank, or was interrupted.
+        """
+        try:
+            command = Reshard(model, **change)
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
+        known = {info.name: info for info in next(iter(self.models().values()), ())}
+        if model not in known:
+            raise UsageError(f"the ranks have no model {model!r}{did_you_mean(model, known)}")
+        planned = planned_ranks(device, ranks, hosts)
+        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as folder:
+            report = plan_program(self.program, known[model], command, fn, planned, Path(folder), on_output)
+            self._planned = load(Path(folder) / "plan.trace")
+            if out:
+                save(self._planned, file_at(out))
+        return dataclasses.replace(report, trace=os.fspath(out) or PLAN)
 
     def note(self, command: Command, source: Source) -> None:
         """Add ``command``, given by ``source`` now, to the history."""

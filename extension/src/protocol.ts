@@ -470,6 +470,15 @@ export interface Reshard extends Sharding {
   readonly prefetch?: number | null;
 }
 
+export interface Plan extends Reshard {
+  readonly word: "plan";
+  readonly ranks?: number;
+  readonly hosts?: number | null;
+  readonly device?: "a100-40gb" | "a100-80gb" | "h100-80gb" | "h200-141gb" | "b200-180gb";
+  readonly fn?: string;
+  readonly out?: string;
+}
+
 export interface Unshard { readonly word: "unshard"; readonly model: string; }
 
 export interface Lint { readonly word: "lint"; readonly model?: string; }
@@ -634,10 +643,10 @@ export type ViewAnswer =
   | FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused;
 
 export type Command =
-  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Unshard | Lint | Step
-  | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back | Verify
-  | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline | DrawStates | DrawComms
-  | DrawTraining | Compare | Export | Open | History | Example | Help;
+  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Plan | Unshard | Lint
+  | Step | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back
+  | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline | DrawStates
+  | DrawComms | DrawTraining | Compare | Export | Open | History | Example | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

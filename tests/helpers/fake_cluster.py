@@ -41,8 +41,8 @@ from workbench.protocol.rank_messages import (
     LocateLine,
     ModelInfo,
     Names,
-    Plan,
     Position,
+    PreviewUnits,
     RecordSummary,
     RunTo,
     SetBreakpoints,
@@ -416,7 +416,7 @@ class FakeCluster:
         self.patience.append((request.word, timeout_s))
         if isinstance(request, Drain):
             self.on_drain()
-        elif not isinstance(request, (Locate, Stacks, LocateLine, ListNames, ListModels, Plan)):
+        elif not isinstance(request, (Locate, Stacks, LocateLine, ListNames, ListModels, PreviewUnits)):
             self.log.append((request.word, request, chosen))
         return {rank: self._answer(rank, request) for rank in chosen}
 
@@ -442,7 +442,7 @@ class FakeCluster:
             case ListNames():
                 mine = {"modules": tuple(self.modules[rank]), "variables": tuple(self.variables[rank])}
                 answer = Names(**mine, classes=("Block",))
-            case ListModels() | Plan():
+            case ListModels() | PreviewUnits():
                 answer = self._planned(rank, request)
             case Stacks():
                 frame = Frame(text="cell:3 in train_step: f()", number=0)
@@ -455,7 +455,7 @@ class FakeCluster:
                 answer = self.gates[rank].ask(request)
         return answer
 
-    def _planned(self, rank: int, request: ListModels | Plan) -> Any:
+    def _planned(self, rank: int, request: ListModels | PreviewUnits) -> Any:
         if isinstance(request, ListModels):
             units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first model
             whole = totals(shards(self.job.header))

@@ -177,6 +177,7 @@ EXPANDED = {
     "attach": ("attach --profile {m}", "profile", "net"),
     "shard": ("shard {m} --prefetch {n}", "prefetch", 3),
     "reshard": ("reshard {m}", "model", "net"),
+    "plan": ("plan {m} --ranks {n}", "ranks", 3),
     "unshard": ("unshard {m}", "model", "net"),
     "lint": ("lint {m}", "model", "net"),
     "step": ("step {n} --fn {m}", "count", 3),

@@ -13,6 +13,9 @@ AUTO = "auto"
 HOST = "cpu"
 """The kind that is always available."""
 
+SIMULATED = "simulated"
+"""The kind of a planned rank, whose tensors have no data."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -24,11 +27,13 @@ class Device:
         driver: a file that exists on hosts with such devices. A process forked from one that has loaded torch must not
             use them; if empty, it may.
         library: library through which programs use the driver; present also where the file is elsewhere, as on WSL.
+        is_offered: whether ``--device`` takes it.
     """
 
     backend: str
     driver: str = ""
     library: str = ""
+    is_offered: bool = True
 
     def may_be_here(self) -> bool:
         """Whether this host may have such devices; False is certain. Does not import torch."""
@@ -44,8 +49,9 @@ class Device:
 DEVICES: Mapping[str, Device] = {
     HOST: Device("workbench.engine.backends.cpu:Cpu"),
     "cuda": Device("workbench.engine.backends.cuda:Cuda", driver="/dev/nvidiactl", library="libcuda.so.1"),
+    SIMULATED: Device("workbench.engine.backends.simulated:SimulatedDevice", is_offered=False),
 }
 """By the name that ``--device`` takes, which is ``torch.device.type`` if torch knows the kind."""
 
-CHOICES = (AUTO, *DEVICES)
+CHOICES = (AUTO, *(name for name, device in DEVICES.items() if device.is_offered))
 """Values of ``--device``."""

@@ -289,7 +289,7 @@ def self_test() -> Iterator[Finding]:
 
 def _train_script() -> int:
     """Train a step without the packages for notebooks; return 0, as collectives are not counted."""
-    from workbench.cli.script_ranks import ScriptRanks  # noqa: PLC0415 - needs torch
+    from workbench.session.script_ranks import ScriptRanks  # noqa: PLC0415 - needs torch
 
     with tempfile.TemporaryDirectory() as folder, ScriptRanks(SELF_TEST_RANKS, lambda _: None) as ranks:
         script = Path(folder) / "self_test.py"

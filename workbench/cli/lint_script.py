@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workbench.cli.script_ranks import ScriptRanks
 from workbench.errors import UsageError
 from workbench.reports.lint_report import LintReport
 from workbench.session.outputs import OnOutput
+from workbench.session.script_ranks import ScriptRanks
 
 
 def run(script: str, args: Sequence[str], *, module: bool, num_ranks: int, on_output: OnOutput) -> LintReport:

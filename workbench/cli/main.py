@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from workbench import INSTALL, __version__
+from workbench.base.machines import DEFAULT
 from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 
@@ -32,11 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
     parser, parser_of = _parsers()
     given = list(sys.argv[1:] if argv is None else argv)
-    runs_script = given[:1] in (["lint"], ["verify"])
+    runs_script = given[:1] in (["lint"], ["verify"], ["plan"])
     end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
-    if rest and args.word not in {"course", "lab", "lint", "verify"}:
+    if rest and args.word not in {"course", "lab", "lint", "verify", "plan"}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":
@@ -147,6 +148,13 @@ _VERIFY_NEEDS = (
     "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
     "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
 )
+_PLAN = """\
+Say what a training script would need and take on machines that need not exist: run its first steps as one rank of many,
+on tensors without data. The workbench's engine takes the place of torch's fully_shard and FullyShardedDataParallel in
+the script. Bytes and collectives are what the engine would hold and send; times are the least that the device's
+published peaks allow. The trace can be opened with view, and compared. The script writes no file, and its environment
+has WORKBENCH_PLAN=1. Further arguments go to the script. The exit status is 0 if the bytes fit into the device, 1 if
+they do not, and 2 if the script could not be planned."""
 _MCP = """\
 Serve the commands of %fsdp as tools of the Model Context Protocol, over standard input and output, to the program that
 starts this command. Without --control, tools that change ranks or write files are not offered, and ranks that a
@@ -165,7 +173,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     words = parser.add_subparsers(
         dest="word",
         required=True,
-        metavar="demo | lab | course | grade | doctor | lint | view | where | verify | mcp | skill",
+        metavar="demo | lab | course | grade | doctor | lint | view | where | verify | plan | mcp | skill",
     )
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
@@ -212,6 +220,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     verify.add_argument(
         "script", help="the training script; all other arguments are its own, and so are those after --"
     )
+    _add_plan(words)
     mcp = words.add_parser("mcp", description=_MCP, help="serve the commands of %%fsdp as tools of an agent")
     mcp.add_argument("--control", action="store_true", help="offer tools that change ranks or write files")
     skill = words.add_parser("skill", description=_SKILL, help="print what an agent should know of these tools")
@@ -220,6 +229,21 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         if word not in {"lab", "course", "grade", "mcp", "skill"}:
             each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser, words.choices
+
+
+def _add_plan(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = words.add_parser(
+        "plan", description=_PLAN, help="say what a script would need on other machines", allow_abbrev=False
+    )
+    plan.add_argument("--ranks", type=int, default=8, metavar="N", help="number of ranks (default 8)")
+    plan.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: as few as their devices need)")
+    plan.add_argument("--device", default=DEFAULT, metavar="NAME", help=f"such as a100-80gb (default {DEFAULT})")
+    plan.add_argument(
+        "--steps", type=int, default=2, metavar="N", help="steps to run; the last is described (default 2)"
+    )
+    plan.add_argument("--out", metavar="FILE", help="the trace to write (default: the script's name, with .plan.trace)")
+    plan.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
+    plan.add_argument("script", help="the training script; all other arguments are its own, and so are those after --")
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -364,11 +388,12 @@ def _fail_of_script(args: argparse.Namespace, error: WorkbenchError) -> int:
     """Say why nothing was checked; return the exit status. The ranks are stopped: advice about them does not hold."""
     if isinstance(error, RankError) and error.traceback:
         sys.stderr.write(f"{without_colours(error.traceback)}\n\n")
-    again = f"nothing was checked: correct {args.script} and run workbench {args.word} again"
+    done = "planned" if args.word == "plan" else "checked"
+    again = f"nothing was {done}: correct {args.script} and run workbench {args.word} again"
     if error.advice:
         error.args = (str(error).removesuffix(error.advice) + again,)
     elif isinstance(error, Interrupted):
-        error.args = ("interrupted: nothing was checked",)
+        error.args = (f"interrupted: nothing was {done}",)
     return _fail(args, error, 2)
 
 
@@ -408,7 +433,7 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from workbench.cli.script_ranks import ScriptRanks  # noqa: PLC0415 - loaded when used
+    from workbench.session.script_ranks import ScriptRanks  # noqa: PLC0415 - loaded when used
 
     try:
         with ScriptRanks(args.num_ranks, _show_output) as ranks:
@@ -422,6 +447,20 @@ def _verify(args: argparse.Namespace) -> int:
         return _fail_of_script(args, error)
     _write_report(args, report)
     return int(bool(report.problem)) if report.could_compare else 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from workbench.protocol.planning import planned_ranks  # noqa: PLC0415
+    from workbench.script.planner import plan_script  # noqa: PLC0415
+
+    ranks = planned_ranks(args.device, args.ranks, args.hosts)
+    out = args.out or f"{Path(args.script).stem}.plan.trace"
+    try:
+        report = plan_script(args.script, args.rest, ranks, out, _show_output, module=args.module, steps=args.steps)
+    except WorkbenchError as error:
+        return _fail_of_script(args, error)
+    _write_report(args, report)
+    return int(not report.fits)
 
 
 def _mcp(args: argparse.Namespace) -> int:
@@ -460,6 +499,7 @@ _COMMANDS = {
     "view": _view,
     "where": _where,
     "verify": _verify,
+    "plan": _plan,
     "mcp": _mcp,
     "skill": _skill,
 }

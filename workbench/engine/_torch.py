@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from types import FrameType, SimpleNamespace
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.distributed import Store, distributed_c10d  # type: ignore[attr-defined]
@@ -25,6 +33,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map_only
 
 OLDEST, NEWEST = (2, 13), (2, 15)
 """Oldest and newest version of torch, major and minor, that the tests run on."""
@@ -386,6 +395,65 @@ def put_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set the version counters by which autograd detects changes of saved tensors."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has sizes and a storage, but no data."""
+    return isinstance(tensor, FakeTensor)
+
+
+NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
+"""What an operation raises on tensors without data if its result depends on values."""
+
+
+@contextmanager
+def fakes() -> Iterator[Callable[[Any], Any]]:
+    """In the body, new tensors have sizes and storages, but no data.
+
+    Yields:
+        a function that returns a nested structure with such tensors in place of others.
+    """
+    mode, swap = FakeTensorMode(allow_non_fake_inputs=True), torch.utils.swap_tensors
+
+    def swap_unknown(first: torch.Tensor, second: torch.Tensor) -> None:
+        mode.fake_tensor_converter.tensor_memo.clear()  # torch swaps no tensor that something refers to weakly
+        swap(first, second)  # type: ignore[no-untyped-call]
+
+    make_mesh, mesh_of = DeviceMesh.__init__, DeviceMesh.mesh
+    torch.utils.swap_tensors = swap_unknown
+    DeviceMesh.__init__ = lambda mesh, *args, **kwargs: _make_mesh(mesh, make_mesh, *args, **kwargs)  # type: ignore[method-assign]
+    DeviceMesh.mesh = property(_with_data(mesh_of.fget))  # type: ignore[attr-defined,assignment]
+    try:
+        with mode:
+            yield partial(tree_map_only, torch.Tensor, lambda t: t if is_fake(t) else mode.from_tensor(t))
+    finally:
+        torch.utils.swap_tensors = swap
+        DeviceMesh.__init__, DeviceMesh.mesh = make_mesh, mesh_of  # type: ignore[method-assign]
+
+
+def _make_mesh(mesh: DeviceMesh, make: Callable[..., None], device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    """Make a mesh of real ranks; ``init_device_mesh`` has made its own identity among fakes."""
+    with without_fakes():
+        ranks = kwargs.get("_rank_map")
+        if ranks is not None and is_fake(ranks):
+            kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=ranks.dtype)
+        make(mesh, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+def _with_data(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes with numbers, such as those of ranks, as one that does so among fakes."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of the function
+        with without_fakes():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def without_fakes() -> AbstractContextManager[object]:
+    """Return a context in which new tensors have data, also while others are made without."""
+    return cast("AbstractContextManager[object]", unset_fake_temporarily())
 
 
 def forbid_reading(tensor: torch.Tensor, reason: str) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from workbench.engine import probe
+from workbench.engine._torch import is_fake
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.memory_aliasing import is_same_memory, storages_nbytes
 from workbench.engine.backends.page_pool import Region
@@ -181,8 +182,11 @@ def is_at(local: torch.Tensor, slot: torch.Tensor) -> bool:
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return contiguous ``view`` as a tensor at the start of its own storage, over the same memory.
 
-    torch saves and deep-copies a DTensor only if its local tensor begins at the start of its storage.
+    torch saves and deep-copies a DTensor only if its local tensor begins at the start of its storage. A view without
+    data stays as it is: it has no memory to share.
     """
+    if is_fake(view):
+        return view
     first = view.storage_offset() * view.element_size()
     storage = view.untyped_storage()[first : first + view.nbytes]  # keeps the memory alive
     return view.new_empty(0).set_(storage, 0, view.shape, view.stride())

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from workbench.engine import process_groups
-from workbench.engine._torch import flattened_mesh, joined_mesh
+from workbench.engine._torch import flattened_mesh, joined_mesh, without_fakes
 from workbench.engine.backends import device_here, usual_kind
 from workbench.engine.process_groups import CommGroup, group_of
 
@@ -100,7 +100,8 @@ class DataParallelMeshInfo:
         if axis is None or self.mesh.size(axis) == 1:
             return None
         along = [slice(None) if i == axis else c for i, c in enumerate(self._coordinate)]
-        ranks = tuple(int(rank) for rank in self.mesh.mesh[tuple(along)].tolist())
+        with without_fakes():
+            ranks = tuple(int(rank) for rank in self.mesh.mesh[tuple(along)].tolist())
         return group_of(ranks, self.mesh.device_type)
 
     @cached_property
@@ -331,7 +332,8 @@ def _get_post_forward_mesh_info(reshard_after_forward: bool | int, info: FSDPMes
         return None
     if reshard_after_forward == size:
         return info
-    ranks = info.mesh.mesh.view(-1, reshard_after_forward)
+    with without_fakes():
+        ranks = info.mesh.mesh.view(-1, reshard_after_forward)
     # a DTensor mesh: a user may call full_tensor() on a parameter between forward and backward
     with process_groups.around_creation():
         smaller = DeviceMesh(info.mesh.device_type, ranks)

@@ -38,6 +38,9 @@ OWN = "workbench/"
 """Name prefix of the engine's process groups."""
 
 
+SIMULATED = "fake"
+"""c10d's backend that sends nothing, for one rank that stands for many."""
+
 around_creation: Callable[[], AbstractContextManager[None]] = nullcontext
 """Context manager entered while a process group is created; set it to find the group's sockets."""
 
@@ -97,7 +100,7 @@ class CommGroup:
     def _renew_order_check(self, store: Store) -> None:
         """Start a new order check, without the order so far."""
         old, self._order_check = self._order_check, None
-        if self.size > 1 and dist.get_backend() != "fake":  # a simulated world has one rank
+        if self.size > 1 and dist.get_backend() != SIMULATED:  # a simulated world has one rank
             board = Board(store, self.rank, self.size)
             board.meet()
             self._order_check = OrderCheck(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())

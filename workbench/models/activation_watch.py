@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from workbench.engine import probe
-from workbench.engine._torch import is_in_backward
+from workbench.engine._torch import is_fake, is_in_backward
 from workbench.engine.module_names import clean
 from workbench.engine.tensor_trees import differentiable_in
 from workbench.events import Activation, Category, unit_words
@@ -322,7 +322,7 @@ def _text(module: str, op: str, kept_by: str) -> str:
 
 def _leaves(kept: object) -> Sequence[tuple[torch.Tensor, torch.UntypedStorage]]:
     """Return the plain tensors in a tensor or a tuple, with their storages; of a subclass, those it consists of."""
-    if type(kept) is torch.Tensor or type(kept) is nn.Parameter:
+    if type(kept) is torch.Tensor or type(kept) is nn.Parameter or (isinstance(kept, torch.Tensor) and is_fake(kept)):
         try:
             return ((kept, kept.untyped_storage()),)
         except NotImplementedError:  # a tensor within a transform of torch.func

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from workbench.engine import probe
 from workbench.engine.backends.async_work import has_failed
+from workbench.engine.backends.memory_aliasing import address_of
 from workbench.engine.process_groups import OWN
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 from workbench.models._torch_private import HAS_HOOKS, AnyWork, Tensors, Work, ranks_of
@@ -158,7 +159,7 @@ class CollectiveWatch:
         """Remember the memory that a call fills: a functional collective is waited for by a tensor, or a view of it."""
         if call is None:
             return
-        call.addresses = tuple(tensor.data_ptr() for tensor in outputs)
+        call.addresses = tuple(map(address_of, outputs))
         for address in call.addresses:
             self._filling.pop(address, None)
             self._filling[address] = call
@@ -218,7 +219,7 @@ class CollectiveWatch:
 
     def wait_for_tensor(self, tensor: torch.Tensor) -> Watching:
         """Watch a wait for the functional collective that fills a tensor: announce it, and the end of the call."""
-        call = self._filling.get(tensor.data_ptr())
+        call = self._filling.get(address_of(tensor))
         if call is not None:
             yield from self._wait(call, next((work for work, own in self._flying() if own is call), None))
 

@@ -93,7 +93,7 @@ def missed_grads() -> list[str]:
 
 
 ACTIVATIONS = "WORKBENCH_ACTIVATIONS"
-"""Environment variable of the ranks; ``0``: do not watch activations."""
+"""Environment variable of the ranks; ``1``: watch activations."""
 
 
 class Watch:
@@ -106,8 +106,8 @@ class Watch:
     """
 
     def __init__(self, say: Callable[[str], object] = complain) -> None:
-        self._collectives = CollectiveWatch()
-        self._units = tuple(each.source_class(self._collectives) for each in WATCHED)
+        self.collectives = CollectiveWatch()
+        self._units = tuple(each.source_class(self.collectives) for each in WATCHED)
         self._activations = ActivationWatch()
         self._say = say
         self._new_patches()
@@ -125,16 +125,16 @@ class Watch:
             probe.active.source(SOURCE)
             for units in self._units:
                 probe.active.source(units)
-        c10d.active = self._collectives
-        self._calls.install(lambda patches: observe_calls(self._collectives, patches))
+        c10d.active = self.collectives
+        self._calls.install(lambda patches: observe_calls(self.collectives, patches))
         for units, patches in zip(self._units, self._patches, strict=True):
             patches.install(units.install)
-        if os.environ.get(ACTIVATIONS) != "0":
+        if os.environ.get(ACTIVATIONS) == "1":
             self._saved.install(self._activations.install)
         return self
 
     def _abandon_calls(self) -> None:
-        self._collectives.abandon()
+        self.collectives.abandon()
         for units in self._units:
             units.announce_again()
 
@@ -172,16 +172,16 @@ class Watch:
 
     def settle(self) -> None:
         """Announce what has ended meanwhile; callable from any thread."""
-        self._collectives.settle()
+        self.collectives.settle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not announce the collectives of the body, which are the workbench's own, as the program's."""
-        before, self._collectives.is_paused = self._collectives.is_paused, True
+        before, self.collectives.is_paused = self.collectives.is_paused, True
         try:
             yield
         finally:
-            self._collectives.is_paused = before
+            self.collectives.is_paused = before
 
     def renew(self, replaced: Iterable[tuple[dist.ProcessGroup, dist.ProcessGroup]]) -> None:
         """Let all models use new process groups; what was under way is over.
@@ -190,7 +190,7 @@ class Watch:
             replaced: each old group with its replacement.
         """
         new_of = {id(old): new for old, new in replaced}
-        self._collectives.num_renewals += 1
+        self.collectives.num_renewals += 1
         for units in self._units:
             units.renew(new_of)
         reset_all()
@@ -200,5 +200,5 @@ class Watch:
         c10d.active = None
         for patches in (self._calls, *self._patches, self._saved):
             patches.undo()
-        self._collectives.settle(is_last=True)
+        self.collectives.settle(is_last=True)
         stop_observing_groups()

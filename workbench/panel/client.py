@@ -148,7 +148,7 @@ class Client:
             return Preview(number=question.number, line=line, problem=problem)
         workbench = self._workbench
         try:
-            units = workbench.plan(command)
+            units = workbench.preview(command)
         except WorkbenchError as error:
             return Preview(number=question.number, line=line, problem=str(error))
         models = next(iter(workbench.models().values()), ())

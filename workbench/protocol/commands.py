@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform, g
 
 from workbench.base.codec import decode_named, encode
 from workbench.base.devices import AUTO, CHOICES
+from workbench.base.machines import DEFAULT, MACHINES
 from workbench.errors import UsageError
 from workbench.protocol.arguments import (
     Argument,
@@ -544,6 +545,34 @@ class Reshard(_Sharding):
         self._check(self.model)
         if self.mp and PrecisionNames.parse(self.mp).keep:
             raise ValueError(f"mp {self.mp!r}: keep= is for shard; {OFF} and then shard choose other parameters")
+
+
+@command(
+    "plan model --ranks 64 --device a100-80gb",
+    more="`--mesh 8x8`, `--mp bf16`, ...: sharded in another way; then `compare plan last`",
+    looks=True,
+)
+class Plan(Reshard):
+    """Say what the program would need and take on other machines, which need not exist.
+
+    The cells and commands that all ranks have completed run once more, on one planned rank, without any data; then the
+    options change the sharding as ``reshard`` does (``shard``, if the model is not sharded), and two steps run. Bytes
+    and collectives are exact; times are the least that the device's published peaks allow.
+
+    Raises:
+        ValueError: a field has an invalid value.
+    """
+
+    ranks: int = argument("number of ranks (default 8)", default=8, read=number)
+    hosts: int | None = argument("number of hosts (default: as few as their devices need)", default=None, read=number)
+    device: str = argument(f"device, such as a100-80gb (default {DEFAULT})", default=DEFAULT, choices=tuple(MACHINES))
+    fn: str = argument("the step function (default train_step)", default="train_step", completes="variables")
+    out: str = argument("trace file to write (default: none)", default="", metavar="FILE", completes="files")
+
+    @property
+    def change(self) -> Reshard:
+        """The change of the sharding."""
+        return Reshard(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Reshard)})
 
 
 @dataclass(frozen=True, kw_only=True)

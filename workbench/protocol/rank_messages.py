@@ -297,8 +297,8 @@ class ListModels(RankRequest[tuple[ModelInfo, ...]]):
     """Asks for the models that a rank's cells have made."""
 
 
-@request("plan", looks=True)
-class Plan(RankRequest[tuple[Unit, ...]]):
+@request("preview", looks=True)
+class PreviewUnits(RankRequest[tuple[Unit, ...]]):
     """Asks which units a command would make, without any change.
 
     Attributes:
@@ -434,7 +434,7 @@ class Forget(RankRequest[None]):
 REQUESTS: dict[str, type[RankRequest[Any]]] = {
     cls.word: cls
     for cls in (
-        *(Locate, Stacks, LocateLine, ListNames, ListModels, Plan, Drain, GiveUp, Shut),
+        *(Locate, Stacks, LocateLine, ListNames, ListModels, PreviewUnits, Drain, GiveUp, Shut),
         *(Pause, RunTo, Continue, Next, SetBreakpoints, Job, Forget),
     )
 }

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from workbench.engine.process_groups import SIMULATED
 from workbench.runtime.distributed import NEVER, ProcessGroups
 
 _TWICE = "trying to initialize the default process group twice!"  # as torch says
@@ -119,7 +120,7 @@ class GroupMembership:
             raise ValueError(f"init_process_group asks for rank={rank} on rank {groups.rank}: take RANK of os.environ")
         wanted = str(backend or groups.backend).lower()
         of_devices = dict(part.split(":", 1) for part in wanted.split(",") if ":" in part)
-        if of_devices.get(device, wanted) != groups.backend:
+        if of_devices.get(device, wanted) != groups.backend and groups.backend != SIMULATED:  # which stands for any
             raise ValueError(
                 f"init_process_group asks for {wanted}, and the ranks use {groups.backend} on {device}: "
                 f"write {groups.backend}, or restart the ranks with %fsdp stop and %fsdp start --device"

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -21,12 +21,13 @@ from workbench.models.engines import use_ours_as_torchs
 from workbench.runtime import rank, tracebacks
 
 
-def main(requests: int, answers: int) -> None:
+def main(requests: int, answers: int, functions: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
     """Serve requests until the other end of the pipe is closed; in the middle of one, the process then ends at once.
 
     Args:
         requests: file descriptor to read from.
         answers: file descriptor to write to.
+        functions: what requests may call, by name; None: what a rank of a command line does.
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     busy = threading.Event()
@@ -45,7 +46,7 @@ def main(requests: int, answers: int) -> None:
     threading.Thread(target=read, daemon=True).start()
     with os.fdopen(answers, "w") as out:
         while line := waiting.get():
-            answer = json.dumps(_answer(**json.loads(line)))
+            answer = json.dumps(_answer(functions or _FUNCTIONS, **json.loads(line)))
             sys.stdout.flush()
             sys.stderr.flush()
             busy.clear()
@@ -54,9 +55,13 @@ def main(requests: int, answers: int) -> None:
     rank.shutdown()
 
 
-def _answer(function: str, given: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON data
+def _answer(
+    functions: Mapping[str, Callable[[Any], Any]],
+    function: str,
+    given: Any,  # noqa: ANN401 - JSON data
+) -> dict[str, Any]:
     try:
-        return {"value": _FUNCTIONS[function](given)}
+        return {"value": functions[function](given)}
     except BaseException as error:  # noqa: BLE001 - a script may raise anything
         return {"error": _report(error)}
 

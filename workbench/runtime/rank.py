@@ -43,8 +43,8 @@ from workbench.protocol.rank_messages import (
     Locate,
     LocateLine,
     Names,
-    Plan,
     Position,
+    PreviewUnits,
     RecordSummary,
     Shut,
     Stacks,
@@ -218,7 +218,7 @@ class RankRuntime:
                 )
             case ListModels():
                 answer = shard_planning.models(self.watch.models_in, self.history.never_cleared)
-            case Plan(command=command):
+            case PreviewUnits(command=command):
                 answer = self.plan(command)
             case GiveUp(reason=reason):
                 self.groups.abort(reason)
@@ -285,7 +285,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     )
     backends.tell_host(request.host.identity)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
-    recorder = Recorder(Header(world_size=request.world_size))
+    recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
     hooks = trainer.install()
     gate = Gate(recorder, request.rank, FlushBeforeHold(backend))

@@ -48,7 +48,7 @@ _BATCH = 4096
 NO_STEP = -1
 _NAN = math.nan
 _LOOK_BACK = 256
-_pack_row, _ROW_BYTES, _now_ns = ROW.pack_into, ROW.size, time.monotonic_ns
+_pack_row, _ROW_BYTES = ROW.pack_into, ROW.size
 _ALLOC, _FREE, _RESET, _WAIT = Kind.ALLOC, Kind.FREE, Kind.RESET, Kind.WAIT  # looked up once, as an enum takes its time
 _BEGIN, _INSTANT = Edge.BEGIN, Edge.INSTANT
 _NO_COMM = (-1, -1)
@@ -110,6 +110,7 @@ class Recorder:
     Attributes:
         header: this rank's part of the trace's header.
         header_version: grows whenever ``header`` changes.
+        now_ns: the clock of its rows.
         step: number of the current step, :data:`NO_STEP` outside.
         next_step: number of the next step.
         ordinal: events announced since the step began: the number of the next one; equal on ranks at the same event.
@@ -124,8 +125,9 @@ class Recorder:
         before_own: called before an event that the engine does not announce: edges of steps and optimizers.
     """
 
-    def __init__(self, header: Header, capacity: int = CAPACITY) -> None:
+    def __init__(self, header: Header, capacity: int = CAPACITY, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self.header = header
+        self.now_ns = now_ns
         self.header_version = 1
         self.step = NO_STEP
         self.ordinal = 0
@@ -372,12 +374,12 @@ class Recorder:
     @contextmanager
     def held(self, unit: int) -> Iterator[None]:
         """Record that this rank is held before an event of ``unit`` while the body runs."""
-        begin_ns = time.monotonic_ns()
+        begin_ns = self.now_ns()
         self._append(Kind.GATE, Edge.BEGIN, unit, 0, t_ns=begin_ns)
         try:
             yield
         finally:
-            end_ns = time.monotonic_ns()
+            end_ns = self.now_ns()
             self._append(Kind.GATE, Edge.END, unit, 0, t_ns=end_ns)
             self.held_ns += end_ns - begin_ns
 
@@ -486,7 +488,7 @@ class Recorder:
                     if mark is not None:
                         mark.row = NOBODYS
                     return
-        t_ns = _now_ns() if t_ns is None else t_ns
+        t_ns = self.now_ns() if t_ns is None else t_ns
         at = (t_ns, num_bytes, value, self.step, module, comm[0], unit, comm[1], kind, edge, self._phase, category)
         self._new.append((at, mark))
         if len(self._new) >= self._batch:

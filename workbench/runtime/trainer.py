@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -96,9 +95,9 @@ class Trainer(LoopSteps):
         try:
             with self.explained():
                 for _ in range(command.count):
-                    begin_ns = time.monotonic_ns() - self._recorder.held_ns
+                    begin_ns = self._recorder.now_ns() - self._recorder.held_ns
                     losses.append(self._one_step(function))
-                    seconds.append((time.monotonic_ns() - self._recorder.held_ns - begin_ns) / 1e9)
+                    seconds.append((self._recorder.now_ns() - self._recorder.held_ns - begin_ns) / 1e9)
                     unreduced |= dict.fromkeys(missed_grads())
                 self.wait_for_device()
         finally:

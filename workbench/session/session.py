@@ -34,8 +34,8 @@ from workbench.protocol.rank_messages import (
     LocateLine,
     ModelInfo,
     Names,
-    Plan,
     Position,
+    PreviewUnits,
     RunCell,
     SetBreakpoints,
     Stacks,
@@ -298,14 +298,14 @@ class Session:
         """Return the models created by cells on the ranks, without ranks that do not answer in time."""
         return self.ask(ListModels())
 
-    def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
+    def preview(self, command: Shard | Reshard) -> tuple[Unit, ...]:
         """Return the units that ``command`` would create, without running it.
 
         Raises:
             UsageError: it cannot run; the message says what to write instead.
         """
         command = self._checked(command)
-        reply = self.cluster.ask(Plan(command=command), self.living()[:1], timeout_s=ASK_S)
+        reply = self.cluster.ask(PreviewUnits(command=command), self.living()[:1], timeout_s=ASK_S)
         for found in reply.values():
             if isinstance(found, RankError):
                 raise UsageError(found.evalue)

@@ -63,7 +63,7 @@ def choose(name: str, local_rank: int) -> Backend:
 
 def counts() -> dict[str, int]:
     """Return the number of this host's devices by kind, for the kinds whose devices ranks do not share."""
-    found = {name: kind(name).num_here() for name in DEVICES}
+    found = {name: kind(name).num_here() for name, device in DEVICES.items() if device.is_offered}
     return {name: number for name, number in found.items() if number is not None}
 
 

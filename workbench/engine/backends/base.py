@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -127,6 +128,10 @@ class Backend:
     def destroy_process_groups(self) -> None:
         """Destroy all process groups, even with collectives unfinished."""
         destroy_all_groups()
+
+    def now_ns(self) -> int:
+        """Return the host's time in nanoseconds, which only grows."""
+        return time.monotonic_ns()
 
     def clock(self) -> DeviceClock | None:
         """Return a clock for the work on the device; None if the host runs the work itself."""

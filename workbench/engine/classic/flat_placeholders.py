@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from workbench.engine._torch import without_fakes
 from workbench.engine.full_param import FullParam
 from workbench.engine.refusal_text import is_sharded
 
@@ -38,7 +39,9 @@ class _StandIn(torch.Tensor):
 
     @classmethod
     def _for(cls, tensor: torch.Tensor, shape: torch.Size | None = None) -> Self:
-        return tensor.new_zeros(()).expand(tensor.shape if shape is None else shape).as_subclass(cls)
+        with without_fakes():
+            one = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+            return one.expand(tensor.shape if shape is None else shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(

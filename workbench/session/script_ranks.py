@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, Self, TypeVar, cast
 
 from workbench.base.codec import decode, encode
 from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
@@ -37,7 +37,7 @@ GRACE_S = 2.0
 END_S = 10.0
 """How long a rank may take to end once it has no more to do."""
 
-_PROGRAM = "__import__('workbench.runtime.piped_rank', fromlist=['main']).main({}, {})"  # leaves no name in __main__
+_PROGRAM = "__import__('{}', fromlist=['main']).main({}, {})"  # leaves no name in __main__
 
 C = TypeVar("C", bound=Command)
 
@@ -65,7 +65,12 @@ class ScriptRanks:
     Args:
         num_ranks: number of ranks.
         on_output: called with the script's output as it arrives, as that of ``%fsdp run``.
+
+    Attributes:
+        main: the module whose ``main`` a rank's process runs.
     """
+
+    main = "workbench.runtime.piped_rank"
 
     def __init__(self, num_ranks: int, on_output: OnOutput) -> None:
         if num_ranks < 1:
@@ -75,16 +80,12 @@ class ScriptRanks:
         self._selector = selectors.DefaultSelector()
         self._stream: Stream | None = None
 
-    def __enter__(self) -> ScriptRanks:
+    def __enter__(self) -> Self:
         try:
             for number in range(self._num_ranks):
                 self._start(number)
             self._stream = Stream(PendingReplies({number: rank.written for number, rank in self._ranks.items()}), 0)
-            here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
-            of_one = {"world_size": self._num_ranks, "local_world_size": self._num_ranks, "device": "cpu", "host": here}
-            boots = [encode(Boot(rank=rank, local_rank=rank, **of_one)) for rank in self._ranks]  # type: ignore[arg-type]
-            address = self._call("boot", *boots)[0]
-            self._call("connect", encode(Connect(address=decode(Boot.reply, address, "address"))))
+            self._connect()
         except BaseException:
             self._end()
             raise
@@ -92,6 +93,13 @@ class ScriptRanks:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._end(at_once=kind is not None)
+
+    def _connect(self) -> None:
+        here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
+        of_one = {"world_size": self._num_ranks, "local_world_size": self._num_ranks, "device": "cpu", "host": here}
+        boots = [encode(Boot(rank=rank, local_rank=rank, **of_one)) for rank in self._ranks]  # type: ignore[arg-type]
+        address = self._call("boot", *boots)[0]
+        self._call("connect", encode(Connect(address=decode(Boot.reply, address, "address"))))
 
     def take_our_engine(self) -> None:
         """Let what the script imports from torch's FSDP be the workbench's engine."""
@@ -146,7 +154,7 @@ class ScriptRanks:
         (read_request, write_request), (read_answer, write_answer) = os.pipe(), os.pipe()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-u", "-c", _PROGRAM.format(read_request, write_answer)],
+                [sys.executable, "-u", "-c", _PROGRAM.format(self.main, read_request, write_answer)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.helpers.waiting import wait_until
-from workbench.cli.script_ranks import ScriptRanks
 from workbench.errors import RankError, UsageError
+from workbench.session.script_ranks import ScriptRanks
 
 SCRIPT = """
 import os, sys

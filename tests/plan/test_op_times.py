@@ -1,0 +1,44 @@
+"""How long operations take on a planned device: arithmetic, bytes, and collectives, by hand."""
+
+import pytest
+import torch
+
+from tests.helpers.forked_ranks import on_one_rank
+from workbench.engine._torch import fakes
+from workbench.engine.backends.simulated import SimulatedDevice
+from workbench.models.c10d import CollectiveWatch
+from workbench.plan.op_times import OpTimes
+from workbench.protocol.planning import planned_ranks
+
+RANKS = planned_ranks("a100-80gb", 8, 1)
+MACHINE = RANKS.machine
+N = 4096
+
+
+def times(operation, *shapes, dtype=torch.bfloat16):
+    device = SimulatedDevice(torch.device("cpu"))
+    with fakes():
+        tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
+        device.synchronize()
+        before_ns = device.host.now_ns
+        with OpTimes(device, RANKS, CollectiveWatch()):
+            operation(*tensors)
+    device.synchronize()
+    return (device.host.now_ns - before_ns - MACHINE.launch_ns) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("operation", "shapes", "dtype", "seconds"),
+    [
+        (torch.mm, [(N, N), (N, N)], torch.bfloat16, 2 * N**3 / MACHINE.flops["bfloat16"]),
+        (torch.mm, [(N, N), (N, N)], torch.float32, 2 * N**3 / MACHINE.flops["float32"]),
+        (torch.mm, [(N, 1), (1, N)], torch.bfloat16, 2 * (N * N + 2 * N) / MACHINE.memory_rate),
+        (torch.add, [(N, N), (N, N)], torch.float32, 3 * 4 * N * N / MACHINE.memory_rate),
+        (torch.relu_, [(N, N)], torch.float32, 4 * N * N / MACHINE.memory_rate),
+        (torch.t, [(N, N)], torch.float32, -MACHINE.launch_ns / 1e9),
+        (torch.empty_like, [(N, N)], torch.float32, -MACHINE.launch_ns / 1e9),
+    ],
+)
+@on_one_rank
+def test_an_operation_takes_as_long_as_its_arithmetic_or_its_bytes(operation, shapes, dtype, seconds):
+    assert times(operation, *shapes, dtype=dtype) == pytest.approx(seconds, abs=2e-9, rel=1e-3)

@@ -1,0 +1,126 @@
+"""A planned rank does what a real one does: the same events, with the same bytes, in the same sequence."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from tests.helpers.forked_ranks import run_ranks
+from tests.helpers.package_source import REPO
+from tests.helpers.planned_models import POLICIES, STEPS, train
+from tests.helpers.simulated_device import FakeDevice, computing_on
+from tests.helpers.watched import watch
+from workbench.base.codec import encode
+from workbench.engine import process_groups
+from workbench.events import Edge, Kind
+from workbench.models.engines import ACTIVATIONS
+from workbench.plan import planning_rank
+from workbench.protocol.planning import PlannedRun
+from workbench.trace import load
+
+
+def run_plan(script, out, num_ranks):
+    """Plan a script in this process, which has no group."""
+    process_groups.forget_all()
+    dist.destroy_process_group()
+    try:
+        return planning_rank.plan(
+            encode(
+                PlannedRun(
+                    script=str(script),
+                    device="h100-80gb",
+                    num_ranks=num_ranks,
+                    num_hosts=1,
+                    steps=STEPS,
+                    out=str(out),
+                )
+            )
+        )
+    finally:
+        planning_rank.rank.shutdown()
+        dist.init_process_group("fake", rank=0, world_size=1)
+
+
+def planned(folder, text, num_ranks):
+    script, out = folder / "script.py", folder / "planned.trace"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(REPO)!r})\n{text}")
+    run_ranks(1, run_plan, script, out, num_ranks, fresh=True)
+    return load(out)
+
+
+def train_on_device(policy):
+    with computing_on(FakeDevice()):
+        train(policy)
+
+
+def events(trace):
+    """Return what rank 0 announced until its last step ended: kind, edge, unit, bytes, class."""
+    rows = trace.rank(0).rows
+    end = np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END))[STEPS - 1]
+    rows = rows[: end + 1][~np.isin(rows["kind"][: end + 1], [Kind.DEVICE, Kind.METRIC, Kind.RESIDENT])]
+    columns = (rows[name].tolist() for name in ("kind", "edge", "phase", "unit", "num_bytes", "category"))
+    return [(Kind(kind).name, *rest) for kind, *rest in zip(*columns, strict=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_planned_rank_announces_what_a_real_one_does(policy, tmp_path, monkeypatch):
+    num_ranks = POLICIES[policy][0]
+    plan = planned(tmp_path, f"from tests.helpers.planned_models import train\ntrain({policy!r}, 9)", num_ranks)
+    monkeypatch.setenv(ACTIVATIONS, "1")
+    real = watch(num_ranks, train_on_device, policy).trace
+    assert events(plan) == events(real)
+
+
+MODEL = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+{before}
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(5):
+    x = torch.randn(4, 8)
+    loss = model(x).sum()
+    loss.backward()
+    {inside}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "sentence"),
+    [
+        ("nn.parallel.DistributedDataParallel(model)", "", "DistributedDataParallel cannot be planned"),
+        ("", "if loss > 1: break", "the program decides by the value of a tensor"),
+        ("", "if loss.item() > 1: break", "the program decides by the value of a tensor"),
+        ("", "range(int(loss))", "the program decides by the value of a tensor"),
+        ("", "open('log.txt', 'w')", "a plan changes nothing, and the program wants to write log.txt"),
+        ("import os", "os.remove('x')", "a plan changes nothing, and the program wants to remove x"),
+        ("import subprocess", "subprocess.run(['true'])", "the program wants to run true"),
+    ],
+)
+def test_what_a_plan_cannot_know_or_may_not_do_is_refused(before, inside, sentence, tmp_path):
+    with pytest.raises(AssertionError, match=sentence):
+        planned(tmp_path, MODEL.format(before=before, inside=inside), 4)
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ("model.to('cuda').cuda(0)", "torch.save(model.state_dict(), 'x.pt')"),
+        ("model.to(torch.bfloat16).to(torch.float32)", "x.to('cuda:0', non_blocking=True).cuda()"),
+        ("torch.cuda.set_device(3)", "torch.zeros(3, device='cuda') + loss.item()"),
+        (
+            "from torch.utils.data import DataLoader",
+            "next(iter(DataLoader(torch.randn(9, 2), 3, shuffle=True, num_workers=2)))",
+        ),
+        ("import torch.distributed as dist", "dist.all_reduce(loss.detach()); dist.barrier()"),
+        ("import torch.distributed as dist; all = [0] * 4", "dist.all_gather_object(all, 3); assert all == [3] * 4"),
+        ("model = torch.compile(model)", "torch.compile(fullgraph=True)(model)"),
+    ],
+)
+def test_what_scripts_for_gpus_do_is_planned_without_one(before, inside, tmp_path):
+    trace = planned(tmp_path, MODEL.format(before=before, inside=inside), 4)
+    assert [step for step in trace.rank(0).steps if step >= 0] == [0, 1]
+    assert not list(tmp_path.glob("*.pt"))

@@ -1,0 +1,171 @@
+"""How long each operation takes on a device: a roofline of its arithmetic and of the bytes that it reads and writes.
+
+``t = max(flops / peak, bytes / rate)``, the least time that the device allows (Williams et al., "Roofline", 2009).
+Arithmetic is counted for matrix products, convolutions and attention, by the formulas of
+:mod:`torch.utils.flop_counter`; all else is bound by memory. Views and uninitialised memory take no time on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from workbench.base.machines import TF32
+from workbench.engine._torch import named_groups, storage_of
+from workbench.engine.backends.simulated import SimulatedDevice
+from workbench.events import Kind
+from workbench.models._torch_private import HAS_HOOKS, CallObserver
+from workbench.protocol.planning import PlannedRanks
+from workbench.replay.collectives import ring_bytes
+
+_KINDS = {
+    "allreduce_": Kind.ALL_REDUCE,
+    "allreduce_coalesced_": Kind.ALL_REDUCE,
+    "broadcast_": Kind.BROADCAST,
+    "reduce_": Kind.REDUCE,
+    "allgather_": Kind.ALL_GATHER,
+    "_allgather_base_": Kind.ALL_GATHER,
+    "allgather_into_tensor_coalesced_": Kind.ALL_GATHER,
+    "reduce_scatter_": Kind.REDUCE_SCATTER,
+    "_reduce_scatter_base_": Kind.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced_": Kind.REDUCE_SCATTER,
+    "alltoall_": Kind.ALL_TO_ALL,
+    "alltoall_base_": Kind.ALL_TO_ALL,
+    "barrier": Kind.BARRIER,
+    "scatter_": Kind.SCATTER,
+    "gather_": Kind.GATHER,
+    "send": Kind.SEND,
+    "recv_": Kind.RECV,
+}
+"""c10d's operators."""
+
+_FUNCTIONAL: Mapping[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]] = {
+    "all_reduce": lambda result, _, group: dist.all_reduce(result, group=group, async_op=True),
+    "all_gather_into_tensor": lambda result, given, group: dist.all_gather_into_tensor(
+        result, given, group, async_op=True
+    ),
+    "reduce_scatter_tensor": lambda result, given, group: dist.reduce_scatter_tensor(
+        result, given, group=group, async_op=True
+    ),
+    "all_to_all_single": lambda result, given, group: dist.all_to_all_single(result, given, group=group, async_op=True),
+}
+
+
+class OpTimes(TorchDispatchMode):
+    """Within the block, each operation of this thread adds its time to the device's current stream.
+
+    Args:
+        device: the device.
+        ranks: whose device it is.
+        calls: is told of collectives that the program itself issues.
+
+    Attributes:
+        counted: arithmetic operations so far, by name of the operation.
+    """
+
+    def __init__(self, device: SimulatedDevice, ranks: PlannedRanks, calls: CallObserver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._ranks, self._calls = device, ranks, calls
+        self.counted: dict[str, int] = {}
+        self._under_way: dict[int, Any] = {}  # functional collectives, by the storage of their results
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - torch's OpOverload
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - of the operation
+        """Run an operation, and add its time."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # which calls the same on its local tensors
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self._call_through(func, args, result)
+        elif not _is_free(func):
+            self._compute(func, args, kwargs or {}, result)
+        return result
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:  # noqa: ANN401
+        machine = self._ranks.machine
+        tensors = _tensors((args, kwargs, result))
+        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        seconds = moved / machine.memory_rate
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))
+            name = str(func._overloadpacket)
+            self.counted[name] = self.counted.get(name, 0) + flops
+            seconds = max(seconds, flops / machine.peak(_dtype_of(tensors)))
+        self._device.host.now_ns += machine.launch_ns
+        self._device.current_stream().add(round(seconds * 1e9))
+
+    def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """Announce a collective, and add its time to the stream of its group."""
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        kind = _KINDS.get(func._overloadpacket.__name__)
+        is_async = bool(given.get("async_op", True))
+        outputs = _tensors([value for name, value in given.items() if name.startswith("output")])
+        inputs = _tensors([value for name, value in given.items() if name.startswith(("input", "tensor"))])
+        root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
+        call = None
+        if HAS_HOOKS and kind is not None:  # groups that send nothing do not call their hooks
+            call = self._calls.begin(group, kind, inputs, outputs, is_async=is_async, root=root)
+        result = func(*args, **kwargs)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        payload = 0 if kind is Kind.BARRIER else max(sum(t.nbytes for t in each) for each in (inputs, outputs))
+        sent = ring_bytes(kind or Kind.ALL_GATHER, payload, len(ranks))
+        self._device.communicate(group, round(self._ranks.seconds(sent, ranks) * 1e9))
+        work = self._device.newest(group)
+        self._calls.issued(call, work)
+        if not is_async:
+            for _ in self._calls.wait(work):
+                work.wait()
+        return result
+
+    def _call_through(self, func: Any, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+        """Call the group's collective for a functional one, which knows only sizes where tensors have no data."""
+        name = func._overloadpacket.__name__
+        if name.startswith("wait_tensor"):
+            for tensor in _tensors(args):
+                if (work := self._under_way.pop(storage_of(tensor), None)) is not None:
+                    work.wait()
+        elif name in _FUNCTIONAL:
+            group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else named_groups()[args[-1]]
+            with self:  # which adds its time
+                _FUNCTIONAL[name](result, args[0], group)
+            self._under_way[storage_of(result)] = self._device.newest(group)
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    """Return the tensors in a nested structure, each storage's view once."""
+    found = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _is_free(func: Any) -> bool:  # noqa: ANN401
+    """Whether an operation only asks, makes another view, or memory without contents."""
+    name = func._overloadpacket.__name__
+    return (
+        func.namespace == "prim"
+        or bool(func.is_view)
+        or name.startswith(("empty", "new_empty", "_local_scalar", "resize_", "set_"))
+    )
+
+
+def _dtype_of(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the dtype in which a device multiplies: that of the first tensor of floating point."""
+    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return TF32
+    return str(dtype).removeprefix("torch.")

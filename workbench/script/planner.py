@@ -1,0 +1,157 @@
+"""Plans of scripts: a process runs the script's first steps as one rank of many, and its trace is described."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from workbench.base.codec import encode
+from workbench.errors import UsageError
+from workbench.protocol.commands import Reshard, Shard, ShardReply, Step, StepReply, Unshard
+from workbench.protocol.planning import PlannedRanks, PlannedRun
+from workbench.protocol.policy import CLASSIC, WORKBENCH, as_mesh
+from workbench.protocol.rank_messages import ModelInfo
+from workbench.reports.plan_report import PlanReport, described
+from workbench.script.script_writer import write_script
+from workbench.session.outputs import OnOutput
+from workbench.session.program import CompletedCommand, Entry, Program
+from workbench.session.script_ranks import ScriptRanks
+from workbench.trace import load
+
+_STEPS = 2
+_UNKNOWN = StepReply(steps_done=_STEPS, losses=None, seconds=(), optimizer_steps=_STEPS, first_step=0)
+"""A reply without losses, so that the script's loop does not send them."""
+
+
+class _PlannedRank(ScriptRanks):
+    """The process of one planned rank."""
+
+    main = "workbench.plan.planning_rank"
+
+    def _connect(self) -> None:
+        """Do nothing: the rank has no peers."""
+
+    def run(self, planned: PlannedRun) -> int:
+        """Run a script's first steps; return their number."""
+        steps: int = self._call("plan", encode(planned))[0]["steps"]
+        return steps
+
+
+def plan_script(
+    script: str,
+    args: Sequence[str],
+    ranks: PlannedRanks,
+    out: str | os.PathLike[str],
+    on_output: OnOutput,
+    *,
+    module: bool = False,
+    steps: int = 2,
+) -> PlanReport:
+    """Plan a script on a cluster; write the trace of its first steps to ``out``.
+
+    Args:
+        script: path of the script, or name of a module.
+        args: its arguments.
+        ranks: the cluster.
+        out: the trace file.
+        on_output: called with the script's output.
+        module: whether ``script`` is a module.
+        steps: how many steps; the last one is described, as an optimizer makes its state in the first.
+
+    Raises:
+        UsageError: there is no such script, or it took no step.
+        RankError, RankDied, Interrupted: it failed, or was interrupted.
+    """
+    if steps < 1:
+        raise UsageError(f"a plan needs at least 1 step, not {steps}")
+    planned = PlannedRun(
+        script=script if module else os.path.abspath(script),
+        args=tuple(args),
+        module=module,
+        device=ranks.machine.name,
+        num_ranks=ranks.num_ranks,
+        num_hosts=ranks.num_hosts,
+        steps=steps,
+        out=os.path.abspath(out),
+    )
+    with _PlannedRank(1, on_output) as rank:
+        taken = rank.run(planned)
+    if not taken:
+        raise UsageError(f"{Path(script).name} took no training step: a step ends with an optimizer's step()")
+    return described(load(out), ranks, os.fspath(out))
+
+
+def plan_program(
+    program: Program, model: ModelInfo, change: Reshard, fn: str, ranks: PlannedRanks, folder: Path, on_output: OnOutput
+) -> PlanReport:
+    """Plan what the ranks of a notebook have run so far, with another sharding of a model.
+
+    Args:
+        program: what they have run; its steps are left out.
+        model: the model.
+        change: how it would be sharded; what is not given stays as it is.
+        fn: the step function.
+        ranks: the cluster.
+        folder: a folder for the script and the trace, ``plan.trace``.
+        on_output: called with the program's output.
+
+    Raises:
+        UsageError: the program cannot be written as a script, or as :func:`plan_script`.
+    """
+    command = planned_shard(model, change, ranks.num_ranks)
+    shard = CompletedCommand(command=command, reply=_sharded(command))
+    entries: list[Entry] = []
+    for entry in program.entries:
+        if _changes(entry, model.name):
+            entries += [] if shard in entries else [shard]
+        elif not (isinstance(entry, CompletedCommand) and isinstance(entry.command, Step)):
+            entries.append(entry)
+    entries += [] if shard in entries else [shard]
+    entries.append(CompletedCommand(command=Step(_STEPS, fn=fn), reply=_UNKNOWN))
+    file = folder / "planned.py"
+    file.write_text(write_script(replace(program, entries=tuple(entries)), WORKBENCH, file.name).text, "utf-8")
+    return plan_script(str(file), (), ranks, folder / "plan.trace", on_output)
+
+
+def planned_shard(model: ModelInfo, change: Reshard, num_ranks: int) -> Shard:
+    """Return the ``shard`` that makes a plain model what ``change`` would make of it, as it is now.
+
+    Raises:
+        UsageError: its copies do not fit the number of ranks.
+    """
+    policy = model.policy
+    options: dict[str, Any] = {"wrap": model.suggested}
+    if policy is not None:
+        options = {f.name: getattr(policy, f.name) for f in fields(policy)}
+        options["mesh"] = as_mesh(policy.mesh) if len(as_mesh(policy.mesh)) > 1 else ()
+        options["strategy"] = policy.strategy if policy.api == CLASSIC else ""
+        options["offload"] = bool(policy.offload)
+    options |= {f.name: value for f in fields(change) if (value := getattr(change, f.name)) != f.default}
+    try:
+        command = Shard(**options | {"model": model.name})
+        command.check_fits(num_ranks, 0 if command.mesh_shape else num_ranks)
+    except ValueError as error:
+        raise UsageError(f"{error} (the plan is for {num_ranks} ranks)") from error
+    return command
+
+
+def _sharded(command: Shard) -> ShardReply:
+    return ShardReply(
+        model=command.model,
+        units=(),
+        num_params=0,
+        num_elements=0,
+        bytes_unsharded=0,
+        chosen=tuple(command.wrap),
+        bytes_at_rest=0,
+        optimizers=1,
+    )
+
+
+def _changes(entry: Entry, model: str) -> bool:
+    """Whether a command has changed how a model, or a unit of it, is sharded."""
+    command = entry.command if isinstance(entry, CompletedCommand) else None
+    return isinstance(command, (Shard, Reshard, Unshard)) and f"{command.model}.".startswith(f"{model}.")
