@@ -506,6 +506,25 @@ def test_a_send_that_one_stage_of_a_pipeline_left_out(skipped, step_of):
         assert found.verdict == "ranks 1-2 wait for each other: all receive first"
 
 
+def test_a_send_that_the_first_stage_of_a_pipeline_left_out():
+    """It receives only what follows, and no step is known before the end of the first."""
+    turn = [(0, Kind.SEND), (0, Kind.SEND), (1, Kind.RECV), (1, Kind.RECV)]
+    calls = {0: [*turn * 4, turn[0], turn[2]], 1: [*turn * 4, turn[0], turn[0]]}
+    ranks = []
+    for number, own in calls.items():
+        seen, fields = [0, 0], []
+        for at, (group, kind) in enumerate(own):
+            opposite = Kind.RECV if kind is Kind.SEND else Kind.SEND
+            call = gather(
+                0.01 * at, kind=opposite if number else kind, unit=-1, number=seen[group], group=group, step=at // 4 - 1
+            )
+            fields += [call, {**call, "edge": Edge.END}]
+            seen[group] += 1
+        ranks.append(alive(number, *fields[:-1]))
+    found = cause_of(*ranks, groups=((0, 1), (1, 0)))
+    assert found.verdict == "rank 0 left out a send to rank 1 in step 3: rank 1 waits for it"
+
+
 def test_a_receive_without_a_send():
     groups = ((0, 1, 2), (1, 0))
     barrier = gather(2, **BARRIER, number=0)

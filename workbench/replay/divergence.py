@@ -200,8 +200,9 @@ def has_left_out(part: RankTrace, left_out: int, group: int, number: int) -> boo
     rows = rows[: newest[0] + 1]
     at = np.flatnonzero(rows["comm_group"] == group)
     steps, first, which = np.unique(rows["step"][at], return_index=True, return_inverse=True)
-    in_step = np.where(steps[which] < 0, 0, np.arange(len(at)) - first[which])  # without steps, all are alike
-    alike = at[in_step == in_step[-1]]
+    is_outside = steps[which] < 0  # if no step is known, all are alike
+    in_step = np.where(is_outside, 0, np.arange(len(at)) - first[which])
+    alike = at[(in_step == in_step[-1]) & (is_outside == is_outside[-1])]
     if len(alike) < _MIN_ALIKE:
         return False
     for other in set(rows["comm_group"].tolist()) - {left_out}:
