@@ -470,7 +470,7 @@ export interface Reshard extends Sharding {
   readonly prefetch?: number | null;
 }
 
-export interface Plan extends Reshard {
+export interface Plan extends Omit<Reshard, "word"> {
   readonly word: "plan";
   readonly ranks?: number;
   readonly hosts?: number | null;

@@ -11,12 +11,13 @@ from tests.helpers import json_schema
 from tests.helpers.trace_strategies import example_trace
 from workbench import INSTALL, __version__
 from workbench.base.fault import Fault
-from workbench.cli import demo, doctor, script_ranks
+from workbench.cli import demo, doctor
 from workbench.cli import main as cli
 from workbench.cli.demo import Communication, DemoError, DemoReport
 from workbench.cli.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import RankError, UsageError
 from workbench.reports.results import VerifyReport
+from workbench.session import script_ranks
 from workbench.trace import save
 from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
 

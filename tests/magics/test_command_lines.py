@@ -126,7 +126,7 @@ def test_lines_become_commands(line, command):
         ("shard m --mesh 2y2", "such as 4 or 2x2, not '2y2'"),
         ("shard m --mesh 2x2x2", "such as 4 or 2x2, not '2x2x2'"),
         ("shard m --mp half", "the dtypes are bf16, fp16, fp32, fp64"),
-        ("shard m --prefetch few", "0 or more, got 'few'"),
+        ("shard m --prefetch few", "auto or a whole number, got 'few'"),
         ("shard m --ofload", "unknown flag '--ofload', did you mean '--offload'?"),
         ("reshard m --ignore x", "unknown flag '--ignore'"),
         ("shard m --wrap", "expected one argument"),

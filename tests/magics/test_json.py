@@ -114,8 +114,8 @@ STOPPED = {
     "continue": "StepReport",
     "abort": "EndReport",
 }
-ELSEWHERE = {"attach", "detach", "dashboard", "pause", "open", "run"}
-"""Commands with tests of their own below."""
+ELSEWHERE = {"attach", "detach", "dashboard", "pause", "open", "run", "plan"}
+"""Commands with tests of their own: below, and those of plans."""
 
 
 def test_every_command_is_tried():

@@ -1,10 +1,10 @@
 """Plans of scripts from the command line: the report, and what is refused."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
+from tests.helpers import json_schema
 from tests.plan.test_planning_rank import MODEL
 from workbench.cli.main import main
 from workbench.errors import UsageError
@@ -20,7 +20,7 @@ def test_the_command_says_what_a_rank_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(MODEL.format(before="import sys", inside="assert sys.argv[1:] == ['--lr', '1']"))
     assert main(["plan", "--json", "--ranks", "16", "--hosts", "2", "train.py", "--lr", "1"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json_schema.read(capsys.readouterr().out)
     report = document["report"]
     assert report["num_ranks"] == 16
     assert report["step"] == 1
@@ -134,6 +134,6 @@ def test_a_program_is_planned_without_its_steps_and_with_one_sharding(tmp_path):
     ranks = planned_ranks("a100-40gb", 8, None)
     report = plan_program(program, SHARDED, Reshard("model", mp="off"), "train_step", ranks, tmp_path, lambda _: None)
     assert (report.num_ranks, report.num_hosts, report.step) == (8, 1, 1)
-    kept = 4 * (64 + 8)  # the first layer, whose gradients are the last to come
+    kept = 4 * (64 + 8 + 64 + 8)  # both layers, each row of the second padded to eight
     assert report.peak_bytes_by_category[Category.UNSHARDED_PARAMS] == kept
     assert "fully_shard" in (tmp_path / "planned.py").read_text()

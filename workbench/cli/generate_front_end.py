@@ -200,7 +200,7 @@ def _reached(roots: Iterable[type]) -> list[type]:
 def _interface(kind: Any, *, may_lack: bool) -> str:  # noqa: ANN401 - a dataclass
     bases = _bases(kind)
     inherited = {field.name for base in bases for field in dataclasses.fields(base)}
-    extends = f" extends {', '.join(map(_name, bases))}" if bases else ""
+    extends = f" extends {', '.join(map(_base, bases))}" if bases else ""
     word = getattr(kind, "word", "")
     members = [f"readonly word: {json.dumps(word)};"] if word else []
     hints = hints_of(kind)
@@ -220,6 +220,11 @@ def _block(head: str, members: Sequence[str]) -> list[str]:
 def _bases(kind: Any) -> list[Any]:  # noqa: ANN401 - dataclasses
     """Return the dataclasses whose fields a dataclass inherits directly."""
     return [base for base in kind.__bases__ if dataclasses.is_dataclass(base) and dataclasses.fields(base)]
+
+
+def _base(kind: Any) -> str:  # noqa: ANN401 - a dataclass
+    """Return what inherits a dataclass's fields, but not its word."""
+    return f'Omit<{_name(kind)}, "word">' if getattr(kind, "word", "") else _name(kind)
 
 
 def _name(kind: Any) -> str:  # noqa: ANN401 - a dataclass

@@ -569,11 +569,6 @@ class Plan(Reshard):
     fn: str = argument("the step function (default train_step)", default="train_step", completes="variables")
     out: str = argument("trace file to write (default: none)", default="", metavar="FILE", completes="files")
 
-    @property
-    def change(self) -> Reshard:
-        """The change of the sharding."""
-        return Reshard(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Reshard)})
-
 
 @dataclass(frozen=True, kw_only=True)
 class UnshardReply:

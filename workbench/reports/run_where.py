@@ -21,6 +21,9 @@ from workbench.trace.read_recording import Recording
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
+LONG_NS = 600 * 10**9
+"""Silence that is a stall although no rank waits: a rank that waited would be given up after it, by NCCL's default."""
+
 _STALLED = (RunState.WAITS, RunState.SILENT, RunState.UNRECORDED)
 
 
@@ -107,9 +110,11 @@ class RunWhereReport(Report):
     def is_stalled(self) -> bool:
         """Whether one rank failed or was killed, or none continues and one waits, or is no longer recorded.
 
-        Ranks that compute for long, or sleep, and that no rank waits for, are no stall.
+        Ranks that compute for long, or sleep, and that no rank waits for, are no stall before :data:`LONG_NS`.
         """
-        return self._is_still and (self._left != {RunState.SILENT} or self.may_wait or self.cause is not None)
+        if not self._is_still or self._left != {RunState.SILENT} or self.may_wait or self.cause is not None:
+            return self._is_still
+        return all(each.for_ns >= LONG_NS for each in self.positions if each.state is RunState.SILENT)
 
     @property
     def _left(self) -> set[RunState]:
