@@ -7,7 +7,7 @@ Arithmetic is counted for matrix products, convolutions and attention, by the fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from workbench.base.machines import TF32
 from workbench.engine._torch import named_groups, storage_of
-from workbench.engine.backends.simulated import SimulatedDevice
+from workbench.engine.backends.simulated import SimulatedDevice, SimulatedWork
 from workbench.events import Kind
 from workbench.models._torch_private import HAS_HOOKS, CallObserver
 from workbench.protocol.planning import PlannedRanks
@@ -46,16 +46,13 @@ _KINDS = {
 }
 """c10d's operators."""
 
-_FUNCTIONAL: Mapping[str, Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], Any]] = {
-    "all_reduce": lambda result, _, group: dist.all_reduce(result, group=group, async_op=True),
-    "all_gather_into_tensor": lambda result, given, group: dist.all_gather_into_tensor(
-        result, given, group, async_op=True
-    ),
-    "reduce_scatter_tensor": lambda result, given, group: dist.reduce_scatter_tensor(
-        result, given, group=group, async_op=True
-    ),
-    "all_to_all_single": lambda result, given, group: dist.all_to_all_single(result, given, group=group, async_op=True),
+_FUNCTIONAL = {
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_gather_into_tensor": Kind.ALL_GATHER,
+    "reduce_scatter_tensor": Kind.REDUCE_SCATTER,
+    "all_to_all_single": Kind.ALL_TO_ALL,
 }
+"""Operators of functional collectives."""
 
 
 class OpTimes(TorchDispatchMode):
@@ -90,7 +87,7 @@ class OpTimes(TorchDispatchMode):
             return self._communicate(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
-            self._call_through(func, args, result)
+            self._call_functional(func, args, result)
         elif not _is_free(func):
             self._compute(func, args, kwargs or {}, result)
         return result
@@ -110,18 +107,47 @@ class OpTimes(TorchDispatchMode):
         self._device.current_stream().add(round(seconds * 1e9))
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """Announce a collective, and add its time to the stream of its group."""
+        """Call a collective of c10d."""
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        kind = _KINDS.get(func._overloadpacket.__name__)
-        is_async = bool(given.get("async_op", True))
         outputs = _tensors([value for name, value in given.items() if name.startswith("output")])
         inputs = _tensors([value for name, value in given.items() if name.startswith(("input", "tensor"))])
-        root = next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1)
+        result = func(*args, **kwargs)
+        self._issue(
+            dist.ProcessGroup.unbox(given["process_group"]),
+            _KINDS.get(func._overloadpacket.__name__),
+            inputs,
+            outputs,
+            is_async=bool(given.get("async_op", True)),
+            root=next((given[name] for name in ("root_rank", "dst", "src") if name in given), -1),
+        )
+        return result
+
+    def _call_functional(self, func: Any, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
+        """Issue, or wait for, a functional collective, of which torch only makes the result if tensors have no data."""
+        name = func._overloadpacket.__name__
+        if name.startswith("wait_tensor"):
+            for tensor in _tensors(args):
+                if (work := self._under_way.pop(storage_of(tensor), None)) is not None:
+                    work.wait()
+        elif (kind := _FUNCTIONAL.get(name)) is not None:
+            group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else named_groups()[args[-1]]
+            inputs, outputs = ([result], []) if kind is Kind.ALL_REDUCE else ([args[0]], [result])
+            self._under_way[storage_of(result)] = self._issue(group, kind, inputs, outputs, is_async=True)
+
+    def _issue(
+        self,
+        group: dist.ProcessGroup,
+        kind: Kind | None,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        is_async: bool,
+        root: int = -1,
+    ) -> SimulatedWork:
+        """Announce a collective, and add its time to the stream of its group."""
         call = None
         if HAS_HOOKS and kind is not None:  # groups that send nothing do not call their hooks
             call = self._calls.begin(group, kind, inputs, outputs, is_async=is_async, root=root)
-        result = func(*args, **kwargs)
         ranks = tuple(dist.get_process_group_ranks(group))
         payload = 0 if kind is Kind.BARRIER else max(sum(t.nbytes for t in each) for each in (inputs, outputs))
         sent = ring_bytes(kind or Kind.ALL_GATHER, payload, len(ranks))
@@ -131,20 +157,7 @@ class OpTimes(TorchDispatchMode):
         if not is_async:
             for _ in self._calls.wait(work):
                 work.wait()
-        return result
-
-    def _call_through(self, func: Any, args: tuple[Any, ...], result: Any) -> None:  # noqa: ANN401
-        """Call the group's collective for a functional one, which knows only sizes where tensors have no data."""
-        name = func._overloadpacket.__name__
-        if name.startswith("wait_tensor"):
-            for tensor in _tensors(args):
-                if (work := self._under_way.pop(storage_of(tensor), None)) is not None:
-                    work.wait()
-        elif name in _FUNCTIONAL:
-            group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else named_groups()[args[-1]]
-            with self:  # which adds its time
-                _FUNCTIONAL[name](result, args[0], group)
-            self._under_way[storage_of(result)] = self._device.newest(group)
+        return work
 
 
 def _tensors(values: object) -> list[torch.Tensor]:
