@@ -63,7 +63,7 @@ def execute(command):
 
 def models_here():
     """Return the descriptions of the models among this rank's variables."""
-    here = rank_module._this_rank()
+    here = rank_module.this_rank()
     return shard_planning.models(here.watch.models_in, here.history.never_cleared)
 
 

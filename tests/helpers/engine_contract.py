@@ -167,7 +167,7 @@ def _train() -> None:
 
 def _stop() -> None:
     """Stop before a collective, or where none is seen before a backward; find the rank there, and go on."""
-    header = rank_module._this_rank().recorder.header
+    header = rank_module.this_rank().recorder.header
     (model,) = (each for each in models_here() if each.name == "model")
     gathers = any(header.units[unit].shard_size > 1 for unit in model.units)
     event = "all_gather" if gathers else "all_reduce" if sees_all_collectives() else "backward"
@@ -191,7 +191,7 @@ def _verify() -> None:
 
 
 def _inspect() -> None:
-    held = [inspect(name, rank_module._this_rank().recorder) for name in namespace()["names"]]
+    held = [inspect(name, rank_module.this_rank().recorder) for name in namespace()["names"]]
     assert {found.fqn for found in held} == set(namespace()["names"])
     numels = [math.prod(found.shard.values.shape) for found in held]
     assert 0 < sum(numels) <= sum(math.prod(found.global_shape) for found in held)
@@ -202,7 +202,7 @@ def _units() -> None:
     in_blocks = next(each.num_elements for each in model.classes if each.name == "Block")
     if "batch" not in namespace():  # torch's wrapper knows no whole shapes of what tensor parallelism splits
         assert (model.num_params, model.num_elements, in_blocks) == namespace()["sizes"]
-    known = rank_module._this_rank().recorder.header.units
+    known = rank_module.this_rank().recorder.header.units
     named = {param.fqn for unit in model.units for param in known[unit].params if not param.parts}
     parts = {part.fqn for unit in model.units for param in known[unit].params for part in param.parts}
     assert (named | parts) <= set(namespace()["names"])

@@ -1104,7 +1104,7 @@ def _on_this_rank(suffix):
     ns = namespace()
     begin = dict(ns)
     replies, trained = {}, {}
-    runtime = rank_module._this_rank()
+    runtime = rank_module.this_rank()
     for name in [each for each in TRAINED if each.endswith(suffix)] if suffix else CASES:
         runtime.history.forget()
         try:

@@ -73,7 +73,7 @@ def one_step_then_shard(engine, api, policy):
     out["bytes"] = live[Category.SHARDED_PARAMS], live[Category.OPTIMIZER_STATE]
     out["said"] = [title_and_subtitle(draw(view, trace))[1] for view in ("layout", "memory", "comms")]
     out["trace"] = trace
-    (out["model"],) = rank_module._this_rank().answer(ListModels())
+    (out["model"],) = rank_module.this_rank().answer(ListModels())
     out["is"] = isinstance(ns["model"], FSDPModule), isinstance(ns["model"], FullyShardedDataParallel)
     return out
 

@@ -117,6 +117,10 @@ def test_what_a_plan_cannot_know_or_may_not_do_is_refused(before, inside, senten
         ),
         ("import torch.distributed as dist", "dist.all_reduce(loss.detach()); dist.barrier()"),
         ("import torch.distributed as dist; all = [0] * 4", "dist.all_gather_object(all, 3); assert all == [3] * 4"),
+        (
+            "cast = torch.autocast('cuda', torch.bfloat16)",
+            "with cast: assert (x @ x.T).dtype == torch.bfloat16",
+        ),
         ("model = torch.compile(model)", "torch.compile(fullgraph=True)(model)"),
     ],
 )

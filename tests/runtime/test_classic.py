@@ -202,7 +202,7 @@ def inspected(orig_params, strategy):
     prepare()
     execute(shard(orig_params=orig_params, strategy=strategy))
     execute(Step(count=2))
-    recorder = rank_module._this_rank().recorder
+    recorder = rank_module.this_rank().recorder
     return inspect("blocks.0.mlp.0.weight", recorder), inspect("model.blocks.0._flat_param", recorder)
 
 
@@ -569,7 +569,7 @@ def in_parallel(orig_params):
     losses = execute(Step(count=2))["losses"]
     verified = execute(Verify())
     losses += execute(Step(count=2))["losses"]
-    recorder = rank_module._this_rank().recorder
+    recorder = rank_module.this_rank().recorder
     trace = trace_here()
     assert check(trace) == []
     (model,) = models_here()

@@ -455,13 +455,13 @@ def unmanaged():
         ns["opt"].zero_grad()
 
     ns["train_step"] = train_step
-    headers = [rank_module._this_rank().recorder.header]
+    headers = [rank_module.this_rank().recorder.header]
     execute(Step(count=1))
-    headers.append(rank_module._this_rank().recorder.header)
+    headers.append(rank_module.this_rank().recorder.header)
     verified = execute(Verify())
     model.drawn.zero_()
     rank_module._after_cell(None)
-    headers.append(rank_module._this_rank().recorder.header)
+    headers.append(rank_module.this_rank().recorder.header)
     return sharded, verified, headers
 
 

@@ -178,7 +178,7 @@ def gathers_too_early(unit, prefetch):
 
     def order():
         execute(Step(count=1))
-        return _gathered(rank_module._this_rank())
+        return _gathered(rank_module.this_rank())
 
     before = order()
     execute(InjectFault("wrong-order", rank=1, unit=unit))

@@ -52,7 +52,7 @@ def on_a_device(script, synchronise):
     """Run a step with a breakpoint at a backward, on a rank whose device appears to be a GPU."""
     sharded()
     Channel().break_at({"event": "backward", "unit": "blocks.1"})
-    rank_module._this_rank().gate._quiet = FlushBeforeHold(Accelerator(synchronise))
+    rank_module.this_rank().gate._quiet = FlushBeforeHold(Accelerator(synchronise))
     return beside(script, Step())
 
 

@@ -36,7 +36,7 @@ def _with_grad(value):
 
 
 def life_of_a_mesh(shape):
-    runtime = rank_module._this_rank()
+    runtime = rank_module.this_rank()
     mesh = runtime.groups.mesh_of(shape)
     same = runtime.groups.mesh_of(shape) is mesh
     first = groups_of(mesh), use(mesh)
@@ -64,7 +64,7 @@ def test_a_mesh_of_copies_works_before_and_after_its_groups_are_rebuilt(shape, c
 
 
 def plain_shapes():
-    groups = rank_module._this_rank().groups
+    groups = rank_module.this_rank().groups
     return groups.mesh_of(()) is groups.mesh_of((2,)) is groups.mesh
 
 
@@ -104,7 +104,7 @@ def test_groups_of_the_user_outlive_a_rebuild_of_all_groups():
 def half_made():
     """A group that only two of its three ranks know is dropped: no rank waits for the third."""
     ns = namespace()
-    groups = rank_module._this_rank().groups
+    groups = rank_module.this_rank().groups
     ranks = dist.get_process_group_ranks
     known = {name: ranks(group) for name, group in named_groups().items() if not name.startswith(OWN)}
     lost = {"lost": [0, 1, 2]} if ns["rank"] < 2 else {}

@@ -37,7 +37,7 @@ def deleted():
     for name in ("model", "opt", "train_step"):
         del ns[name]
     rank_module._after_cell(None)
-    return any(unit.in_use for unit in rank_module._this_rank().recorder.header.units)
+    return any(unit.in_use for unit in rank_module.this_rank().recorder.header.units)
 
 
 def test_a_model_that_a_cell_deletes_is_gone_after_it():

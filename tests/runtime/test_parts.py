@@ -89,7 +89,7 @@ def commanded(api):
     out["status"] = [str(model) for model in sharded_models(trace.header, models_here())]
     out["model"] = models_here()
     out["verify"] = [execute(Verify()), execute(Verify(model="model"))]
-    recorder = rank_module._this_rank().recorder
+    recorder = rank_module.this_rank().recorder
     out["inspect"] = inspect("encoder.0.weight", recorder).unit, inspect("model.decoder.0.weight", recorder).unit
     other = "fully_shard" if api == "classic" else "classic"
     out["refused"] = [refused(Reshard(model="model", api=other)), refused(Shard(model="model", api=api))]

@@ -62,7 +62,7 @@ def undisturbed(count):
 
 def stopped(meeting):
     prepare()
-    units = [unit.name for unit in rank_module._this_rank().recorder.header.units]
+    units = [unit.name for unit in rank_module.this_rank().recorder.header.units]
     Channel().break_at({"event": "all_gather", "unit": "2"})
 
     def script(channel):
@@ -222,7 +222,7 @@ def named_inside_checkpoints(shard):
         model[index] = checkpoint_wrapper(block)
     ns["model"] = shard(model)
     rank_module._after_cell(None)
-    recorder = rank_module._this_rank().recorder
+    recorder = rank_module.this_rank().recorder
     keys = list(make_blocks().state_dict())
     return [unit.name for unit in recorder.header.units], keys, [inspect(key, recorder).fqn for key in keys]
 

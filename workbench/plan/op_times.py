@@ -62,15 +62,11 @@ class OpTimes(TorchDispatchMode):
         device: the device.
         ranks: whose device it is.
         calls: is told of collectives that the program itself issues.
-
-    Attributes:
-        counted: arithmetic operations so far, by name of the operation.
     """
 
     def __init__(self, device: SimulatedDevice, ranks: PlannedRanks, calls: CallObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._ranks, self._calls = device, ranks, calls
-        self.counted: dict[str, int] = {}
         self._under_way: dict[int, Any] = {}  # functional collectives, by the storage of their results
 
     def __torch_dispatch__(
@@ -100,8 +96,6 @@ class OpTimes(TorchDispatchMode):
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
             flops = int(formula(*args, **kwargs, out_val=result))
-            name = str(func._overloadpacket)
-            self.counted[name] = self.counted.get(name, 0) + flops
             seconds = max(seconds, flops / machine.peak(_dtype_of(tensors)))
         self._device.host.now_ns += machine.launch_ns
         self._device.current_stream().add(round(seconds * 1e9))

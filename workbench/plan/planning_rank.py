@@ -124,7 +124,7 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
     ranks = planned_ranks(run.device, run.num_ranks, run.num_hosts)
     os.environ[ACTIVATIONS] = "1"
     _become_rank(ranks)
-    runtime = rank._this_rank()
+    runtime = rank.this_rank()
     device = backend_of(runtime.groups.device)
     assert isinstance(device, SimulatedDevice)
     use_ours_as_torchs()
@@ -168,6 +168,10 @@ def _replace_what_needs_data() -> None:
         for name in names:
             setattr(owner, name, lambda *_, **__: None)
     torch.compile = _as_it_is
+    begin = torch.autocast.__init__
+    torch.autocast.__init__ = lambda cast, device_type, *rest, **options: begin(  # type: ignore[method-assign]
+        cast, HOST if device_type == _CUDA else device_type, *rest, **options
+    )
     torch.nn.parallel.DistributedDataParallel.__init__ = _refuse  # type: ignore[method-assign]
     vars(dist).update(
         all_gather_object=_everyone_has,

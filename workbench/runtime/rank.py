@@ -258,7 +258,12 @@ def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
 _runtime: RankRuntime | None = None
 
 
-def _this_rank() -> RankRuntime:
+def this_rank() -> RankRuntime:
+    """Return what this process holds as a rank.
+
+    Raises:
+        ClusterError: it is none yet.
+    """
     if _runtime is None:
         raise ClusterError("this process is not a rank yet: boot it first")
     return _runtime
@@ -335,7 +340,7 @@ def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         ValueError: ``data`` is not such a request.
     """
     request: Connect = decode(Connect, data, "connect")
-    runtime = _this_rank()
+    runtime = this_rank()
     runtime.groups.join(request.address)
     runtime.recorder.device_clock = clock = backend_of(runtime.groups.device).clock()
     mine = RankInfo(
@@ -378,7 +383,7 @@ def _sample_memory(runtime: RankRuntime) -> int:
 
 def execute(command: dict[str, Any]) -> dict[str, Any]:
     """Run one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises."""
-    data: dict[str, Any] = encode(_this_rank().execute(from_dict(command)))
+    data: dict[str, Any] = encode(this_rank().execute(from_dict(command)))
     return data
 
 
@@ -387,7 +392,7 @@ def give_up_step() -> None:
 
     It needs no other rank. The process groups stay as they are, so collectives keep raising.
     """
-    runtime = _this_rank()
+    runtime = this_rank()
     _discard_step(runtime)
     with runtime.watch.paused():
         runtime.watch.renew(())
@@ -408,7 +413,7 @@ def recover(generation: str) -> None:
     Args:
         generation: a name that no earlier call used, equal on all ranks.
     """
-    runtime = _this_rank()
+    runtime = this_rank()
     _discard_step(runtime)
     with runtime.watch.paused():
         replaced = runtime.groups.rebuild(generation)
@@ -443,4 +448,4 @@ def handle_request(data: dict[str, Any]) -> tuple[Any, list[memoryview]]:
         UsageError: as :meth:`Gate.request`.
     """
     buffers: list[memoryview] = []
-    return encode(_this_rank().answer(read_request(data)), buffers), buffers
+    return encode(this_rank().answer(read_request(data)), buffers), buffers
