@@ -10,11 +10,13 @@ from tests.helpers.planned_models import POLICIES, STEPS, train
 from tests.helpers.simulated_device import FakeDevice, computing_on
 from tests.helpers.watched import watch
 from workbench.base.codec import encode
+from workbench.base.machines import DEFAULT, MACHINES
 from workbench.engine import process_groups
 from workbench.events import Edge, Kind
 from workbench.models.engines import ACTIVATIONS
 from workbench.plan import planning_rank
 from workbench.protocol.planning import PlannedRun
+from workbench.replay.training import summary
 from workbench.trace import load
 
 
@@ -27,7 +29,7 @@ def run_plan(script, out, num_ranks):
             encode(
                 PlannedRun(
                     script=str(script),
-                    device="h100-80gb",
+                    device=DEFAULT,
                     num_ranks=num_ranks,
                     num_hosts=1,
                     steps=STEPS,
@@ -128,3 +130,12 @@ def test_what_scripts_for_gpus_do_is_planned_without_one(before, inside, tmp_pat
     trace = planned(tmp_path, MODEL.format(before=before, inside=inside), 4)
     assert [step for step in trace.rank(0).steps if step >= 0] == [0, 1]
     assert not list(tmp_path.glob("*.pt"))
+
+
+def test_a_step_takes_as_long_as_its_arithmetic(tmp_path):
+    size = 4096
+    model = f"model = nn.Sequential(nn.Linear({size}, {size}), nn.Linear({size}, {size}))"
+    text = MODEL.format(before=model, inside="").replace("torch.randn(4, 8)", f"torch.randn({size}, {size})")
+    times = summary(planned(tmp_path, text, 2)).step_times
+    least_ns = 5 * 2 * size**3 / MACHINES[DEFAULT].flops["float32"] * 1e9  # two forwards, three products of backward
+    assert least_ns < times.high[-1] < 1.5 * least_ns

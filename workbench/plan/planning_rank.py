@@ -28,12 +28,14 @@ from workbench.engine._torch import NO_VALUE, fakes, is_fake, without_fakes
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.errors import UsageError
+from workbench.events import Edge, Kind
 from workbench.models.engines import ACTIVATIONS, use_ours_as_torchs
 from workbench.plan.op_times import OpTimes
 from workbench.protocol.commands import Run
 from workbench.protocol.planning import PLANNED, PlannedRanks, PlannedRun, planned_ranks
 from workbench.protocol.starting import Boot, Connect, HostInfo
 from workbench.runtime import piped_rank, rank
+from workbench.runtime.recorder import Recorder
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.file import save
 from workbench.trace.schema import ROW_DTYPE, KeyFrame
@@ -66,8 +68,15 @@ class UnknownNumber(float):
 class OnSimulatedDevice(TorchFunctionMode):
     """Within the block, every device is the simulated one, and a tensor's number is unknown.
 
-    What depends on a number is refused by a sentence.
+    The host waits for the device where it asks for a number. What depends on one is refused by a sentence.
+
+    Args:
+        device: the device.
     """
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(
         self,
@@ -84,14 +93,14 @@ class OnSimulatedDevice(TorchFunctionMode):
         given = {name: _here(value) for name, value in (kwargs or {}).items()}
         return func(*(map(_here, args) if func is torch.Tensor.to else args), **given)
 
-    @staticmethod
-    def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         if not is_fake(args[0]) and not isinstance(args[0], DTensor):
             with without_fakes():
                 return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except NO_VALUE:
+            self._device.synchronize()
             is_number = func in {torch.Tensor.item, torch.Tensor.__float__} and args[0].dtype.is_floating_point
             return UnknownNumber() if is_number else UnknownNumber()._decide()
 
@@ -134,10 +143,11 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
     with ExitStack() as world:
         world.enter_context(_changing_nothing())
         world.enter_context(_ending_after(run.steps, runtime))
+        _wait_at_ends_of_steps(runtime.recorder, device)
         without_data = world.enter_context(fakes())
         world.enter_context(_loading(without_data))
         world.enter_context(OpTimes(device, ranks, runtime.watch.collectives))
-        world.enter_context(OnSimulatedDevice())
+        world.enter_context(OnSimulatedDevice(device))
         with suppress(PlanEnded):
             runtime.execute(Run(run.script, run.args, module=run.module))
     steps = runtime.recorder.next_step
@@ -194,6 +204,18 @@ def _refuse(*_: object, **__: object) -> NoReturn:
         "DistributedDataParallel cannot be planned: its buckets are made in C++, from tensors with data; "
         "fully_shard with reshard_after_forward=False is the nearest that can be"
     )
+
+
+def _wait_at_ends_of_steps(recorder: Recorder, device: SimulatedDevice) -> None:
+    """Let the host wait for the device at the end of each step, as in a loop that reads its loss."""
+    before = recorder.before_own
+
+    def wait(kind: Kind, edge: Edge) -> None:
+        if (kind, edge) == (Kind.STEP, Edge.END):
+            device.synchronize()
+        before(kind, edge)
+
+    recorder.before_own = wait
 
 
 @contextmanager
