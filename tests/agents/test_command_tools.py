@@ -25,6 +25,7 @@ ACTS = {
     "stop",
     "shard",
     "reshard",
+    "plan",
     "unshard",
     "lint",
     "step",

@@ -550,7 +550,6 @@ class Reshard(_Sharding):
 @command(
     "plan model --ranks 64 --device a100-80gb",
     more="`--mesh 8x8`, `--mp bf16`, ...: sharded in another way; then `compare plan last`",
-    looks=True,
 )
 class Plan(Reshard):
     """Say what the program would need and take on other machines, which need not exist.
