@@ -25,8 +25,8 @@ from workbench.protocol.rank_messages import (
     ListNames,
     Locate,
     LocateLine,
-    Plan,
     Position,
+    PreviewUnits,
     RecordSummary,
     RunTo,
     SetBreakpoints,
@@ -220,7 +220,7 @@ def ended(cluster, pending):
 @pytest.mark.parametrize(
     "request_",
     [
-        *(ListModels(), Plan(command=Shard("plain", wrap="Block"))),
+        *(ListModels(), PreviewUnits(command=Shard("plain", wrap="Block"))),
         *(Locate(), Stacks(), LocateLine(), ListNames(), Drain(known=dict.fromkeys(range(3), RecordSummary()))),
         *(SetBreakpoints(breakpoints=()), Job(ticket="1", work=Evaluate("1")), Forget(tickets=("1", "2"))),
     ],
@@ -252,11 +252,11 @@ def test_ranks_report_their_models_and_preview_a_command(training):
         assert all("Block" in {offered.name for offered in model.classes} for model in models)
         assert all(model.num_bytes == 4 * model.num_elements for model in models)
     for command in (Shard("plain", wrap="Block"), Reshard("model", reshard_after_forward="true")):
-        for units in answers_of(training, Plan(command=command)):
+        for units in answers_of(training, PreviewUnits(command=command)):
             assert {"blocks.0", "blocks.1", ""} <= {unit.name for unit in units}
             assert {(unit.shard_size, unit.replicate_size) for unit in units} == {(3, 1)}
             assert all(sum(p.rows_per_rank) == p.shape[p.shard_dim] for unit in units for p in unit.params)
-    for reply in training.ask(Plan(command=Shard("plain", wrap="Blcok")), timeout_s=PATIENCE_S).values():
+    for reply in training.ask(PreviewUnits(command=Shard("plain", wrap="Blcok")), timeout_s=PATIENCE_S).values():
         assert isinstance(reply, RankError)
         assert (reply.ename, "the model has no module of class Blcok; its classes are: " in reply.evalue) == (
             "UsageError",

@@ -151,7 +151,9 @@ def test_the_order_of_all_ranks_is_the_same_or_the_finding_says_where_not(run):
     rows["unit"][np.isin(rows["kind"], COLLECTIVES) & (rows["comm_seq"] == 5)] = 3
     other = Trace(run.header, (run.rank(0), RankTrace(1, rows)))
     finding = order(other, step=0)
-    assert finding.sentence.startswith("rank 1 issued all-gather of (root)")
+    assert finding.sentence.startswith(
+        "ranks 0-1 part: rank 0 issued all-gather of blocks.1, rank 1 all-gather of (root)"
+    )
     assert "each rank must issue the same collectives in the same order" in finding.sentence
     assert order(other, step=1).ok, "an engine that was wrong before may be right now"
     assert "no recorded step" in order(Trace.empty()).sentence

@@ -42,7 +42,7 @@ def test_views_draw_it(ran):
 
 @pytest.mark.thorough
 def test_it_stops_in_forward_and_in_backward_and_is_inspected(ran):
-    stop = "2 ranks stopped before all-gather of blocks.1, for its forward, step 23"
+    stop = "2 ranks stopped before all-gather of blocks.1, for its forward, step 25"
     (step,) = (text for source, text in ran if source == "%fsdp step 1")
     assert stop in step
     on, end = outputs_of(ran, "%fsdp continue")
@@ -52,4 +52,4 @@ def test_it_stops_in_forward_and_in_backward_and_is_inspected(ran):
     assert where.count("pre-backward  blocks.1  before all-gather") == 2
     (table,) = outputs_of(ran, "%fsdp inspect")
     assert "0-16383 of 16384  none of 16384" in table
-    assert "about to be all-gathered (requested in forward of step 23)" in table
+    assert "about to be all-gathered (requested in forward of step 25)" in table
