@@ -34,6 +34,7 @@ from tests.helpers.known_warnings import SHARDED_TENSOR, ignoring_warnings
 from workbench import engine
 from workbench.engine import _torch
 from workbench.engine._torch import (
+    NO_VALUE,
     BatchNorm,
     Checkpointed,
     GradScalerWithFlags,
@@ -48,6 +49,7 @@ from workbench.engine._torch import (
     drop_own_parameter,
     drop_post_accumulate_hooks,
     dtensor_of,
+    fakes,
     flattened_mesh,
     forbid_reading,
     gather_old_shards,
@@ -56,6 +58,7 @@ from workbench.engine._torch import (
     has_own_grad_dtype,
     has_own_setattr,
     has_post_accumulate_hooks,
+    is_fake,
     is_in_backward,
     is_of_old_shards,
     is_replicated,
@@ -89,6 +92,7 @@ from workbench.engine._torch import (
     untried,
     waited,
     with_dtype,
+    without_fakes,
 )
 from workbench.engine.fsdp_state import FSDPState
 
@@ -894,3 +898,26 @@ def gathers_old_shards():
         gathered = gather_old_shards(made, cpu)
         assert torch.equal(gathered, whole)
         assert torch.equal(gathered.signbit(), whole.signbit())
+
+
+def fake_world():
+    """Make, move and read tensors without data, and a mesh by ``_make_mesh``; return which tensors are fake."""
+    ranks = torch.arange(2)
+    with fakes() as without_data:
+        tensor, given = torch.empty(4), without_data([ranks])[0]
+        model = nn.Linear(4, 4).to(torch.bfloat16)  # torch swaps its parameters
+        mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("shard",))  # _make_mesh makes it of the CPU
+        user_mesh = dist.DeviceMesh("cpu", [0, 1])
+        with pytest.raises(NO_VALUE):
+            tensor.sum().item()
+        with without_fakes():
+            real = torch.empty(4)
+        one = _torch._with_data(lambda: torch.ones(1).item())()  # _with_data: computed
+    assert model.weight.dtype == torch.bfloat16
+    assert [mesh.mesh.tolist(), user_mesh.mesh.tolist(), mesh.device_type] == [[0, 1], [0, 1], "cpu"]
+    assert one == 1.0
+    return [is_fake(each) for each in (tensor, given, model.weight, real, torch.empty(1))]
+
+
+def test_tensors_without_data_are_made_moved_and_told_from_others():
+    assert run_ranks(2, fake_world) == [[True, True, True, False, False]] * 2
