@@ -693,7 +693,11 @@ def test_a_loop_of_the_user_s_own_stops_as_well(wb):
         ),
         (lambda wb: wb.next("week"), f"next{STOPPED}"),
         (lambda wb: wb.back(-1), "back takes a number of events, 0 for the newest, not -1"),
-        (lambda wb: wb.do(Inspect(fqn="x")), f"inspect{STOPPED}"),
+        (
+            lambda wb: wb.do(Inspect(fqn="embed.weigt")),
+            "there is no parameter 'embed.weigt'; the parameters, nearest first: embed.weight, head.weight, "
+            "norm.weight, blocks.0.mlp.down.weight, blocks.1.mlp.down.weight",
+        ),
         (lambda wb: wb.evaluate("x"), f"eval{STOPPED}"),
     ],
 )

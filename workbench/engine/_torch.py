@@ -421,14 +421,19 @@ def fakes() -> Iterator[Callable[[Any], Any]]:
 
     make_mesh, mesh_of = DeviceMesh.__init__, DeviceMesh.mesh
     torch.utils.swap_tensors = swap_unknown
-    DeviceMesh.__init__ = lambda mesh, *args, **kwargs: _make_mesh(mesh, make_mesh, *args, **kwargs)  # type: ignore[method-assign]
-    DeviceMesh.mesh = property(_with_data(mesh_of.fget))  # type: ignore[attr-defined,assignment]
+    mine = {
+        "__init__": lambda mesh, *args, **kwargs: _make_mesh(mesh, make_mesh, *args, **kwargs),
+        "mesh": property(_with_data(mesh_of.fget)),  # type: ignore[attr-defined]
+    }
+    for name, value in mine.items():
+        setattr(DeviceMesh, name, value)
     try:
         with mode:
             yield partial(tree_map_only, torch.Tensor, lambda t: t if is_fake(t) else mode.from_tensor(t))
     finally:
         torch.utils.swap_tensors = swap
-        DeviceMesh.__init__, DeviceMesh.mesh = make_mesh, mesh_of  # type: ignore[method-assign]
+        for name, original in (("__init__", make_mesh), ("mesh", mesh_of)):
+            setattr(DeviceMesh, name, original)
 
 
 def _make_mesh(mesh: DeviceMesh, make: Callable[..., None], device_type: str, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
