@@ -8,7 +8,7 @@ backend that behaves as CUDA's does: both pass one contract (``engine/test_backe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from workbench.engine import backends
 from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.backends.device_clock import DeviceClock
-from workbench.engine.backends.streams import StreamBackend, StreamTransport
+from workbench.engine.backends.simulated import SimulatedDevice, SimulatedEvent, SimulatedStream
+from workbench.engine.backends.streams import StreamTransport
 from workbench.engine.shard_layout import ShardLayout
 
 LATENCY_NS = 3_000  # from the host's call until an idle device starts the work
@@ -37,54 +38,16 @@ class HostClock:
         return self.ns
 
 
-@dataclass(eq=False)
-class FakeStream:
-    """Attributes: until_ns: when the stream finishes its work so far."""
+class FakeEvent(SimulatedEvent):
+    """An event with the resolution and the refusals of CUDA's."""
 
     device: FakeDevice
-    until_ns: int = 0
 
-    def wait_stream(self, other: FakeStream) -> None:
-        self.until_ns = max(self.until_ns, other.until_ns)
-
-    def wait_event(self, event: FakeEvent) -> None:
-        self.until_ns = max(self.until_ns, event.at_ns)
-
-    def record_event(self) -> FakeEvent:
-        event = self.device.event()
-        event.record(self)
-        return event
-
-    def give(self, duration_ns: int) -> None:
-        """Add work of the given duration."""
-        self.until_ns = max(self.until_ns, self.device.now_ns() + LATENCY_NS) + duration_ns
-
-    def query(self) -> bool:
-        return self.device.now_ns() >= self.until_ns
-
-
-@dataclass(eq=False)
-class FakeEvent:
-    """Attributes: at_ns: when the device passes the event; -1 before it is recorded."""
-
-    device: FakeDevice
-    at_ns: int = -1
-
-    def record(self, stream: FakeStream) -> None:
-        stream.give(0)
-        self.at_ns = stream.until_ns
-
-    def query(self) -> bool:
-        return self.device.now_ns() >= self.at_ns
-
-    def synchronize(self) -> None:
-        self.device.wait_until(self.at_ns)
-
-    def elapsed_time(self, end_event: FakeEvent) -> float:
+    def elapsed_time(self, end: SimulatedEvent) -> float:
         """Return milliseconds of the device's clock, in 32 bits as in CUDA; raise unless both events have happened."""
-        if min(self.at_ns, end_event.at_ns) < 0 or not (self.query() and end_event.query()):
+        if min(self.at_ns, end.at_ns) < 0 or not (self.query() and end.query()):
             raise RuntimeError("device not ready")
-        return float(np.float32((end_event.at_ns - self.at_ns) * self.device.rate / 1e6))
+        return float(np.float32((end.at_ns - self.at_ns) * self.device.rate / 1e6))
 
 
 class OnStream(dist.Work):
@@ -126,61 +89,46 @@ class ByRows:
         return self.layout.copy_in_pairs(grad, slots, first_rank)
 
 
-class FakeDevice(StreamBackend):
+class FakeDevice(SimulatedDevice):
     """Attributes: now_ns: the host's clock; rate: of the device's clock; events: number of events made."""
 
     is_host = True  # its data is in the host's memory
+    averages = fuses_copies = False
+    c10d = "gloo"
+    latency_ns = LATENCY_NS
 
     def __init__(self, now_ns: Callable[[], int] | None = None, rate: float = 1.0) -> None:
         super().__init__(torch.device("cpu"))
         self.now_ns = HostClock() if now_ns is None else now_ns
         self.rate = rate
         self.events = 0
-        self.compute = self.current = FakeStream(self)
-        self.all_streams = [self.compute]
+        self.compute = self.current
 
     # ---- the backend
 
-    def make_stream(self, *, is_urgent: bool) -> FakeStream:
-        self.all_streams.append(FakeStream(self))
-        return self.all_streams[-1]
-
-    def current_stream(self) -> FakeStream:
-        return self.current
-
-    @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+    @property
+    def time_ns(self) -> int:
+        return self.now_ns()
 
     def event(self) -> FakeEvent:
         self.events += 1
         return FakeEvent(self)
 
-    def used_here(self, *_tensors: torch.Tensor) -> None:
-        pass
-
-    def reading(self):
-        return nullcontext()
-
-    def runs(self, _process_group) -> bool:
-        return True
-
     def transport(self, _process_group) -> FakeTransport:
         return FakeTransport(self)
 
     def clock(self) -> DeviceClock:
-        return super().clock(self.now_ns)
-
-    def synchronize(self) -> None:
-        self.wait_until(max(stream.until_ns for stream in self.all_streams))
+        return DeviceClock(self, self.now_ns)
 
     # ---- the tests' control of the device
 
+    @property
+    def current(self) -> SimulatedStream:
+        return self.current_stream()
+
     def give(self, duration_ns: int) -> None:
         """Add work of the given duration to the current stream."""
-        self.current.give(duration_ns)
+        self.current.add(duration_ns)
 
     def wait_until(self, t_ns: int) -> None:
         if isinstance(self.now_ns, HostClock):

@@ -36,11 +36,11 @@ class SimulatedStream:
     """A queue of work.
 
     Attributes:
-        host: the host that fills it.
+        device: its device.
         until_ns: when its work so far is done.
     """
 
-    host: VirtualClock
+    device: SimulatedDevice
     until_ns: int = 0
 
     def wait_stream(self, other: SimulatedStream) -> None:
@@ -53,17 +53,17 @@ class SimulatedStream:
 
     def record_event(self) -> SimulatedEvent:
         """Return a new event after the work so far."""
-        event = SimulatedEvent(self.host)
+        event = self.device.event()
         event.record(self)
         return event
 
     def add(self, duration_ns: int) -> None:
         """Add work, which begins when the host has issued it and the work before it is done."""
-        self.until_ns = max(self.until_ns, self.host.now_ns) + duration_ns
+        self.until_ns = max(self.until_ns, self.device.time_ns + self.device.latency_ns) + duration_ns
 
     def query(self) -> bool:
         """Whether all work is done."""
-        return self.host.now_ns >= self.until_ns
+        return self.device.time_ns >= self.until_ns
 
 
 @dataclass(eq=False)
@@ -71,11 +71,11 @@ class SimulatedEvent:
     """A point in a stream.
 
     Attributes:
-        host: the host that asks.
+        device: its device.
         at_ns: when the stream passes it; -1 before it is recorded.
     """
 
-    host: VirtualClock
+    device: SimulatedDevice
     at_ns: int = -1
 
     def record(self, stream: SimulatedStream) -> None:
@@ -85,11 +85,11 @@ class SimulatedEvent:
 
     def query(self) -> bool:
         """Whether the stream has passed it."""
-        return self.host.now_ns >= self.at_ns
+        return self.device.time_ns >= self.at_ns
 
     def synchronize(self) -> None:
         """Have the host wait for it."""
-        self.host.wait_until(self.at_ns)
+        self.device.wait_until(self.at_ns)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
         """Return the milliseconds from this event to a later one."""
@@ -111,7 +111,7 @@ class SimulatedWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether the collective has ended."""
-        return self._device.host.now_ns >= self._until_ns
+        return self._device.time_ns >= self._until_ns
 
 
 class SimulatedTransport(StreamTransport):
@@ -148,8 +148,10 @@ class SimulatedDevice(StreamBackend):
 
     Attributes:
         host: the host's clock.
+        latency_ns: time from the host's call until an idle stream begins the work.
     """
 
+    latency_ns = 0
     averages = True
     fuses_copies = True
     c10d = "fake"
@@ -157,13 +159,18 @@ class SimulatedDevice(StreamBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.host = VirtualClock()
-        self._current = SimulatedStream(self.host)
+        self._current = SimulatedStream(self)
         self._streams = [self._current]
         self._of_groups: dict[dist.ProcessGroup, SimulatedStream] = {}
 
+    @property
+    def time_ns(self) -> int:
+        """The host's time; to read it takes none."""
+        return self.host.now_ns
+
     def make_stream(self, *, is_urgent: bool) -> SimulatedStream:
         """Return a new stream."""
-        self._streams.append(SimulatedStream(self.host))
+        self._streams.append(SimulatedStream(self))
         return self._streams[-1]
 
     def current_stream(self) -> SimulatedStream:
@@ -181,7 +188,7 @@ class SimulatedDevice(StreamBackend):
 
     def event(self) -> SimulatedEvent:
         """Return a new event."""
-        return SimulatedEvent(self.host)
+        return SimulatedEvent(self)
 
     def used_here(self, *_tensors: torch.Tensor) -> None:
         """Do nothing: there is no allocator."""
@@ -224,4 +231,8 @@ class SimulatedDevice(StreamBackend):
 
     def synchronize(self) -> None:
         """Have the host wait for all work."""
-        self.host.wait_until(max(stream.until_ns for stream in self._streams))
+        self.wait_until(max(stream.until_ns for stream in self._streams))
+
+    def wait_until(self, t_ns: int) -> None:
+        """Have the host wait until a time."""
+        self.host.wait_until(t_ns)
