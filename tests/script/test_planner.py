@@ -117,6 +117,40 @@ def test_what_is_not_given_stays_as_it_is(model, change, num_ranks, planned):
     assert planned_shard(model, change, num_ranks) == planned
 
 
+CLASSIC_NOW = replace(NOW, api="classic", strategy="grad", reshard_after_forward="false", orig_params=True, mp="off")
+
+
+@pytest.mark.parametrize(
+    ("policy", "change", "planned"),
+    [
+        (
+            CLASSIC_NOW,
+            Reshard("model"),
+            Shard("model", api="classic", strategy="grad", orig_params=True, wrap=("Linear",)),
+        ),
+        (
+            CLASSIC_NOW,
+            Reshard("model", api="fully_shard"),
+            Shard("model", wrap=("Linear",), reshard_after_forward="false"),
+        ),
+        (
+            replace(NOW, reshard_after_forward=""),
+            Reshard("model", reshard_after_forward="true"),
+            Shard("model", wrap=("Linear",), reshard_after_forward="true", mp="bf16"),
+        ),
+    ],
+)
+def test_a_policy_of_either_api_is_planned(policy, change, planned):
+    assert planned_shard(replace(SHARDED, policy=policy), change, 8) == planned
+
+
+def test_ignored_parameters_stay_so_and_units_that_differ_are_refused():
+    assert planned_shard(SHARDED, Reshard("model"), 8, ("*.bias",)).ignore == ("*.bias",)
+    model = replace(SHARDED, policy=replace(NOW, reshard_after_forward="", offload=None))
+    with pytest.raises(UsageError, match=r"units of model differ, .* add --reshard-after-forward and --offload"):
+        planned_shard(model, Reshard("model"), 8)
+
+
 def test_copies_that_do_not_fit_are_refused():
     model = replace(SHARDED, policy=replace(NOW, mesh="2x2"))
     with pytest.raises(UsageError, match=r"mesh 2x2 = 4 does not match .* 64; .* \(the plan is for 64 ranks\)"):

@@ -6,6 +6,7 @@ job. The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, RankRequest, Reshard, Shard, request
 from workbench.protocol.inspect_reply import InspectReply
-from workbench.protocol.policy import Api, Strategy
+from workbench.protocol.policy import CLASSIC, Api, Strategy, as_mesh
 
 
 @dataclass(frozen=True, order=True)
@@ -259,6 +260,31 @@ class ModelPolicy:
     mp: str
     offload: bool | None
     prefetch: int
+
+    def as_shard(self, model: str, ignore: Sequence[str] = ()) -> Shard:
+        """Return the ``shard`` that gives the plain model this policy; a mesh only if it has copies.
+
+        Args:
+            model: the variable of the model.
+            ignore: patterns of the parameters that were left unsharded.
+
+        Raises:
+            ValueError: its units differ in a field.
+        """
+        is_classic, mesh = self.api == CLASSIC, as_mesh(self.mesh) if self.mesh else ()
+        return Shard(
+            model=model,
+            api=self.api,
+            strategy=self.strategy if is_classic else "",
+            orig_params=is_classic and self.orig_params,
+            wrap=self.wrap,
+            mesh=mesh if len(mesh) > 1 else (),
+            reshard_after_forward="auto" if is_classic else self.reshard_after_forward,
+            mp=self.mp,
+            offload=bool(self.offload),
+            prefetch=self.prefetch,
+            ignore=tuple(ignore),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

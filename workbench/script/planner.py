@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from workbench.base.codec import encode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Step, StepReply, Unshard
 from workbench.protocol.planning import PlannedRanks, PlannedRun
-from workbench.protocol.policy import CLASSIC, WORKBENCH, as_mesh
-from workbench.protocol.rank_messages import ModelInfo
+from workbench.protocol.policy import CLASSIC, WORKBENCH
+from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
 from workbench.reports.plan_report import PlanReport, described
 from workbench.script.script_writer import write_script
 from workbench.session.outputs import OnOutput
@@ -101,41 +102,59 @@ def plan_program(
     Raises:
         UsageError: the program cannot be written as a script, or as :func:`plan_script`.
     """
-    command = planned_shard(model, change, ranks.num_ranks)
-    shard = CompletedCommand(command=command, reply=_sharded(command))
-    entries: list[Entry] = []
-    for entry in program.entries:
-        if _changes(entry, model.name):
-            entries += [] if shard in entries else [shard]
-        elif not (isinstance(entry, CompletedCommand) and isinstance(entry.command, Step)):
-            entries.append(entry)
-    entries += [] if shard in entries else [shard]
+    changes = [entry for entry in program.entries if _changes(entry, model.name)]
+    shards = [entry.command for entry in changes if isinstance(entry.command, Shard)]
+    command = planned_shard(model, change, ranks.num_ranks, shards[-1].ignore if shards else ())
+    before = takewhile(lambda entry: not _changes(entry, model.name), program.entries)
+    place = sum(not _trains(entry) for entry in before)
+    kept = [entry for entry in program.entries if not (_trains(entry) or _changes(entry, model.name))]
+    entries = [*kept[:place], CompletedCommand(command=command, reply=_sharded(command)), *kept[place:]]
     entries.append(CompletedCommand(command=Step(_STEPS, fn=fn), reply=_UNKNOWN))
     file = folder / "planned.py"
     file.write_text(write_script(replace(program, entries=tuple(entries)), WORKBENCH, file.name).text, "utf-8")
     return plan_script(str(file), (), ranks, folder / "plan.trace", on_output)
 
 
-def planned_shard(model: ModelInfo, change: Reshard, num_ranks: int) -> Shard:
+def planned_shard(model: ModelInfo, change: Reshard, num_ranks: int, ignore: Sequence[str] = ()) -> Shard:
     """Return the ``shard`` that makes a plain model what ``change`` would make of it, as it is now.
 
+    Args:
+        model: the model.
+        change: how it would be sharded; what is not given stays as it is.
+        num_ranks: number of ranks.
+        ignore: patterns of the parameters that were left unsharded.
+
     Raises:
-        UsageError: its copies do not fit the number of ranks.
+        UsageError: its copies do not fit the number of ranks, or its units differ and the change does not make them
+            equal.
     """
-    policy = model.policy
-    options: dict[str, Any] = {"wrap": model.suggested}
-    if policy is not None:
-        options = {f.name: getattr(policy, f.name) for f in fields(policy)}
-        options["mesh"] = as_mesh(policy.mesh) if len(as_mesh(policy.mesh)) > 1 else ()
-        options["strategy"] = policy.strategy if policy.api == CLASSIC else ""
-        options["offload"] = bool(policy.offload)
-    options |= {f.name: value for f in fields(change) if (value := getattr(change, f.name)) != f.default}
+    given = {f.name: value for f in fields(change) if (value := getattr(change, f.name)) != f.default}
+    given["model"] = model.name
     try:
-        command = Shard(**options | {"model": model.name})
+        if model.policy is None:
+            command = Shard(**{"wrap": model.suggested} | given)
+        else:
+            command = replace(_equal(model.policy, given).as_shard(model.name, ignore), **given)
         command.check_fits(num_ranks, 0 if command.mesh_shape else num_ranks)
     except ValueError as error:
         raise UsageError(f"{error} (the plan is for {num_ranks} ranks)") from error
     return command
+
+
+def _equal(policy: ModelPolicy, given: Mapping[str, Any]) -> ModelPolicy:
+    """Return a policy with the API, and whatever units differ in, as given.
+
+    Raises:
+        ValueError: units differ in what is not given.
+    """
+    is_classic = given.get("api", policy.api) == CLASSIC
+    names = ("strategy", "mesh", "mp") if is_classic else ("reshard_after_forward", "mesh", "mp")
+    differ = [name for name in names if getattr(policy, name) == ""]
+    differ += ["offload"] if policy.offload is None else []
+    if missing := [f"--{name.replace('_', '-')}" for name in differ if name not in given]:
+        raise ValueError(f"units of {given['model']} differ, and a plan makes them equal: add {' and '.join(missing)}")
+    taken = {name: given[name] for name in ("api", *differ) if name in given and name != "mesh"}
+    return replace(policy, **taken)
 
 
 def _sharded(command: Shard) -> ShardReply:
@@ -151,7 +170,11 @@ def _sharded(command: Shard) -> ShardReply:
     )
 
 
-def _changes(entry: Entry, model: str) -> bool:
+def _changes(entry: Entry, model: str) -> TypeGuard[CompletedCommand]:
     """Whether a command has changed how a model, or a unit of it, is sharded."""
     command = entry.command if isinstance(entry, CompletedCommand) else None
     return isinstance(command, (Shard, Reshard, Unshard)) and f"{command.model}.".startswith(f"{model}.")
+
+
+def _trains(entry: Entry) -> bool:
+    return isinstance(entry, CompletedCommand) and isinstance(entry.command, Step)

@@ -266,19 +266,7 @@ class ShardingCode:
         now, before = entry.policy, self._known.get(command.model)
         assert now is not None
         was = before.api if before is not None else CLASSIC
-        wanted = Shard(
-            model=command.model,
-            api=now.api,
-            strategy=now.strategy if now.api == CLASSIC else "",
-            orig_params=now.orig_params,
-            wrap=now.wrap,
-            mesh=as_mesh(now.mesh) if len(as_mesh(now.mesh)) > 1 else (),
-            reshard_after_forward="auto" if now.api == CLASSIC else now.reshard_after_forward,
-            mp=now.mp,
-            offload=bool(now.offload),
-            prefetch=now.prefetch,
-            ignore=before.ignore if before is not None else (),
-        )
+        wanted = now.as_shard(command.model, before.ignore if before is not None else ())
         reply: ShardReply = entry.reply
         return [*self._plain(command.model, was, has_optimizers=bool(reply.optimizers)), *self._shard(wanted, reply)]
 
