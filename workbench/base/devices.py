@@ -53,5 +53,8 @@ DEVICES: Mapping[str, Device] = {
 }
 """By the name that ``--device`` takes, which is ``torch.device.type`` if torch knows the kind."""
 
-CHOICES = (AUTO, *(name for name, device in DEVICES.items() if device.is_offered))
+OFFERED = tuple(name for name, device in DEVICES.items() if device.is_offered)
+"""The kinds that ranks can be started on."""
+
+CHOICES = (AUTO, *OFFERED)
 """Values of ``--device``."""

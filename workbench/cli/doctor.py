@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from workbench import INSTALL
-from workbench.base.devices import DEVICES, HOST
+from workbench.base.devices import HOST, OFFERED
 from workbench.replay.units import seen_words
 
 PACKAGE = "fsdp-workbench"
@@ -224,7 +224,7 @@ def devices() -> Iterator[Finding]:
     here = counts()
     found = {name: number for name, number in here.items() if number}
     cards = [torch.get_device_module(name).get_device_name(i) for name, number in found.items() for i in range(number)]
-    shared = [name for name, device in DEVICES.items() if device.is_offered and name not in here]
+    shared = [name for name in OFFERED if name not in here]
     yield Finding("devices", Verdict.GOOD, ", ".join(shared + (cards or [f"no {' or '.join(here)} device"])))
     for name in (HOST, *found):
         backend = kind(name).c10d

@@ -26,6 +26,7 @@ TOUR = "01_tour.ipynb"
 _PACKAGE = Path(__file__).parents[1]
 _CHECKOUT = _PACKAGE.parent / "notebooks"  # of a clone
 _INSTALLED = _PACKAGE / "notebooks"  # of a wheel
+_RUN_SCRIPTS = {"lint", "verify", "plan"}  # what follows the script's name, or --, is for the script
 _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of jupyter_server
 
 
@@ -33,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``workbench``; return its exit code: 0: success, 1: a failure, or a stalled run, 2: wrong usage."""
     parser, parser_of = _parsers()
     given = list(sys.argv[1:] if argv is None else argv)
-    runs_script = given[:1] in (["lint"], ["verify"], ["plan"])
+    runs_script = bool(given) and given[0] in _RUN_SCRIPTS
     end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
-    if rest and args.word not in {"course", "lab", "lint", "verify", "plan"}:
+    if rest and args.word not in {"course", "lab", *_RUN_SCRIPTS}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
         if args.word == "lab":

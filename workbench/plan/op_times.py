@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -21,7 +20,7 @@ from workbench.base.machines import TF32
 from workbench.engine._torch import named_groups, storage_of
 from workbench.engine.backends.simulated import SimulatedDevice, SimulatedWork
 from workbench.events import Kind
-from workbench.models._torch_private import HAS_HOOKS, CallObserver
+from workbench.models._torch_private import HAS_HOOKS, CallObserver, DispatchMode
 from workbench.protocol.planning import PlannedRanks
 from workbench.replay.collectives import ring_bytes
 
@@ -55,7 +54,7 @@ _FUNCTIONAL = {
 """Operators of functional collectives."""
 
 
-class OpTimes(TorchDispatchMode):
+class OpTimes(DispatchMode):
     """Within the block, each operation of this thread adds its time to the device's current stream.
 
     Args:

@@ -29,12 +29,12 @@ import torch.distributed as dist
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.engine._torch import local_of
 from workbench.engine.explain import explain
 from workbench.errors import UsageError, shortened
 from workbench.events import Kind, Phase
+from workbench.models._torch_private import DispatchMode
 from workbench.protocol.commands import Evaluate, Inspect
 from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
 from workbench.runtime.inspection import inspect
@@ -225,7 +225,7 @@ def _is_pending_sum(value: object) -> bool:
     return isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
 
 
-class _CollectiveGuard(TorchDispatchMode):
+class _CollectiveGuard(DispatchMode):
     """Refuses collectives with ranks that do not run the job.
 
     Args:

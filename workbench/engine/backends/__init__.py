@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from workbench.base.devices import DEVICES, HOST
+from workbench.base.devices import DEVICES, HOST, OFFERED
 from workbench.engine.backends.base import Backend
 from workbench.engine.backends.shared import shared_memory
 
@@ -63,7 +63,7 @@ def choose(name: str, local_rank: int) -> Backend:
 
 def counts() -> dict[str, int]:
     """Return the number of this host's devices by kind, for the kinds whose devices ranks do not share."""
-    found = {name: kind(name).num_here() for name, device in DEVICES.items() if device.is_offered}
+    found = {name: kind(name).num_here() for name in OFFERED}
     return {name: number for name, number in found.items() if number is not None}
 
 
