@@ -19,7 +19,7 @@ POLICIES = {
     "fewer": (4, {"reshard_after_forward": 2}),
     "wrapper": (2, None),
 }
-"""Ranks, and arguments of ``fully_shard``, by name; None: the wrapper."""
+"""By name: the number of ranks, and the arguments of ``fully_shard``, or None for the wrapper."""
 
 
 class Block(nn.Module):

@@ -294,7 +294,7 @@ def predict(
         unit: unit of the number, such as ``"calls"``.
         choices: possible answers; none: a number.
         shown_by: views that show the answer, such as ``"states"``: they refuse until it is locked, and the result says
-            if they were drawn before. None: all views refuse.
+            if they were drawn before. Empty: all views refuse.
 
     Raises:
         UsageError: there is no name or no question, or only one choice.

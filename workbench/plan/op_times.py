@@ -60,7 +60,7 @@ class OpTimes(DispatchMode):
     Args:
         device: the device.
         ranks: whose device it is.
-        calls: is told of collectives that the program itself issues.
+        calls: announces the collectives that the program itself issues.
     """
 
     def __init__(self, device: SimulatedDevice, ranks: PlannedRanks, calls: CallObserver) -> None:
@@ -139,7 +139,7 @@ class OpTimes(DispatchMode):
     ) -> SimulatedWork:
         """Announce a collective, and add its time to the stream of its group."""
         call = None
-        if HAS_HOOKS and kind is not None:  # groups that send nothing do not call their hooks
+        if HAS_HOOKS and kind is not None:  # torch calls no hook of a simulated group
             call = self._calls.begin(group, kind, inputs, outputs, is_async=is_async, root=root)
         ranks = tuple(dist.get_process_group_ranks(group))
         payload = 0 if kind is Kind.BARRIER else max(sum(t.nbytes for t in each) for each in (inputs, outputs))

@@ -167,7 +167,7 @@ class _Words:
         return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
 
     def _is_exception(self, place: int) -> bool | None:
-        """Return whether the others are the exception, not most, as they ran another pass at ``place``; None: unknown.
+        """Return whether the other ranks, not the majority, ran a pass at ``place`` that is unusual; None: unknown.
 
         Of two equal parties that is the one whose pass has not followed the same passes before, while that of the
         other one has; or the one that left out the backward of its forward, and ran no forward more.
@@ -203,7 +203,7 @@ class _Words:
         return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=fix)
 
     def of_backward(self, more: BegunPass, *, is_less: bool) -> Fault | None:
-        """Return the fault that ranks left their loop without the backward ``more``; None: they are in it yet.
+        """Return the fault that ranks left their loop without the backward ``more``; None: they are still in the loop.
 
         Arguments are as for :meth:`of_batches`.
         """

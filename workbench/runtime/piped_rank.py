@@ -27,7 +27,7 @@ def main(requests: int, answers: int, functions: Mapping[str, Callable[[Any], An
     Args:
         requests: file descriptor to read from.
         answers: file descriptor to write to.
-        functions: what requests may call, by name; None: what a rank of a command line does.
+        functions: the functions that requests may name; None: :data:`_FUNCTIONS`.
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     busy = threading.Event()
