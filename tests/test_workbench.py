@@ -23,6 +23,8 @@ from tests.helpers.fake_cluster import (
     step_result,
     writes,
 )
+from tests.helpers.figure_checks import subtitle, title
+from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.waiting import wait_until
 from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output, settle
@@ -1057,3 +1059,13 @@ def test_lint_needs_a_sharded_model_that_is_there_and_idle_ranks(trained):
     with pytest.raises(UsageError, match="runs in the background: %fsdp pause stops inside it, %fsdp abort aborts it"):
         trained.lint()
     trained.abort()
+
+
+def test_the_newest_plan_is_compared_by_its_name_and_without_activations_that_only_it_has(trained):
+    trained.step(3)
+    with pytest.raises(UsageError, match="nothing is planned yet: 'plan' is the newest plan, of %fsdp plan MODEL"):
+        trained.compare("plan", "last")
+    trained._planned = simulate(Setup(num_ranks=1, steps=2, activations=True))
+    words = subtitle(trained.compare("plan", "last")).replace("<br>", " ")
+    assert "the plan without activations -&gt; this run" in words
+    assert "activations (" not in title(trained.compare("plan", "last"))

@@ -54,6 +54,7 @@ from workbench.protocol.commands import (
 from workbench.protocol.example import EXAMPLE
 from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
+from workbench.replay.activations import comparable
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
@@ -1153,7 +1154,11 @@ class Workbench:
 
     def _sides(self, a: Side, b: Side) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
         if a != "":
-            return sides(self._named(a), self._named(LAST if b == "" else b), lambda: self.trace)
+            b = LAST if b == "" else b
+            (name_a, first), (name_b, second) = sides(self._named(a), self._named(b), lambda: self.trace)
+            first, second, note = comparable(first, second)
+            name_a = " ".join(filter(None, [f"the {PLAN}" if a == PLAN else name_a, note]))
+            return (name_a, first), (f"the {PLAN}" if b == PLAN else name_b, second)
         replies = (entry.reply for entry in self.program.entries if isinstance(entry, CompletedCommand))
         return policies([reply.first_step for reply in replies if isinstance(reply, ShardReply)], lambda: self.trace)
 

@@ -1,13 +1,16 @@
 """Activations of a recorded step, in this process: by owner, and what checkpointing would save."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
+from tests.helpers.trace_strategies import setups, simulate
 from workbench.engine import probe
 from workbench.events import Activation, Category, Phase
 from workbench.models.activation_watch import ActivationWatch
@@ -135,3 +138,13 @@ def test_an_owner_is_read_from_its_text():
     owner = Activation(module="blocks.0", op="addmm", kept_by="blocks.1")
     assert Activation.from_text(owner.text) == owner
     assert Activation.from_text("") == Activation(module="", op="", kept_by="")
+
+
+@given(setups())
+def test_activations_that_one_trace_alone_has_are_left_out_of_a_comparison(setup):
+    watched, plain = (simulate(replace(setup, activations=has)) for has in (True, False))
+    first, second, note = activations.comparable(watched, plain)
+    assert (second is plain, bool(note)) == (True, setup.steps > 0)
+    for mine, other in zip(first.ranks, second.ranks, strict=True):
+        assert memory.peak(mine).num_bytes == memory.peak(other).num_bytes
+    assert activations.comparable(watched, watched) == (watched, watched, "")

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from workbench.events import MOVES, Activation, Category
 from workbench.replay.spans import Ints, of_kind
-from workbench.trace.columns import RankTrace
+from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, Rows
 
 UNKNOWN = "kept from before"
@@ -49,6 +50,29 @@ GROUPINGS: Mapping[str, Callable[[Activation], str]] = {
 def moves(rows: Rows) -> Ints:
     """Return the places of the rows that move activations."""
     return np.flatnonzero(of_kind(rows, MOVES) & (rows["category"] == Category.ACTIVATIONS))
+
+
+def comparable(first: Trace, second: Trace) -> tuple[Trace, Trace, str]:
+    """Return two traces without the activations that only one of them has, and a note about it; empty: there are none.
+
+    Their rows stay, without bytes: a trace in which nobody watched activations does not hold less.
+    """
+    have = [any(len(moves(rank.rows)) for rank in trace.ranks) for trace in (first, second)]
+    if have[0] == have[1]:
+        return first, second, ""
+    both = tuple(_without(trace) if own else trace for trace, own in zip((first, second), have, strict=True))
+    return both[0], both[1], "without activations"
+
+
+def _without(trace: Trace) -> Trace:
+    return Trace(trace.header, tuple(_without_on(rank) for rank in trace.ranks))
+
+
+def _without_on(rank: RankTrace) -> RankTrace:
+    rows, live = rank.rows.copy(), list(rank.start.bytes_by_category)
+    rows["num_bytes"][moves(rows)] = 0
+    live[Category.ACTIVATIONS] = 0
+    return replace(rank, rows=rows, start=replace(rank.start, bytes_by_category=tuple(live)))
 
 
 def owners(header: Header, rows: Rows) -> list[Activation | None]:
