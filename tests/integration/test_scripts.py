@@ -66,11 +66,11 @@ def test_losses_are_those_under_torchrun_bit_for_bit(wb, run, tmp_path, args):
         [*launch, str(tmp_path / "train.py"), "--lr", "1e-3", "--steps", "5", *args],
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **threads},
     )
     expected = {int(rank): text for rank, text in re.findall(r"losses of rank (\d): (.*)", done.stdout)}
-    assert [len(text.split()) for text in expected.values()] == [5, 5]
+    assert [len(text.split()) for text in expected.values()] == [5, 5], (done.returncode, done.stderr)
     assert losses(wb) == expected
 
 

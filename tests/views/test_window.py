@@ -38,6 +38,10 @@ def test_a_step_with_nothing_but_bookkeeping_is_not_the_last_one():
     assert str(window(begun, None, 1)) == "Step 1"
     only_bookkeeping = Trace(trace.header, (begun.rank(0).cut(freed - 2, freed + 1),))
     assert str(window(only_bookkeeping, None, 1)) == "Step 2"
+    rows = trace.rank(0).cut(0, freed + 1).rows.copy()
+    rows["kind"][-1] = Kind.COPY_OUT
+    copied = Trace(trace.header, (RankTrace(0, rows, trace.rank(0).start),))
+    assert str(window(copied, None, 1)) == "Step 2", "a copy is drawn, so the live timeline has it"
 
 
 def test_cut_and_stateless_hold_the_rows_of_the_steps():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from workbench.errors import UsageError
-from workbench.events import COLLECTIVES, WORK, Edge, Kind
+from workbench.events import COLLECTIVES, COPIES, WORK, Edge, Kind
 from workbench.replay.device import ClockSource, on_device
 from workbench.replay.grouping import ranges
 from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, without_holds
@@ -15,7 +15,7 @@ from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
 
-_WORK = (*WORK, *COLLECTIVES)
+_WORK = (*WORK, *COLLECTIVES, *COPIES)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
