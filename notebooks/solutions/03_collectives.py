@@ -10,4 +10,5 @@ def mean_of(x):
 
 # %% collectives-padding
 # %%fsdp
-rows = -(-11 // world_size)
+def rows_of(length):
+    return -(-length // world_size)

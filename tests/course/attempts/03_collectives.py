@@ -104,46 +104,67 @@ def mean_of(x):
 
 # %% collectives-padding: right
 # %%fsdp
-rows = (11 + world_size - 1) // world_size
+def rows_of(length):
+    return (length + world_size - 1) // world_size
+
 
 # %% collectives-padding: right
 # %%fsdp
 import math
 
-rows = math.ceil(11 / world_size)
+
+def rows_of(length):
+    return math.ceil(length / world_size)
+
 
 # %% collectives-padding: right
 # %%fsdp
-rows = len(torch.arange(11).chunk(world_size)[0])
+rows_of = lambda length: len(torch.arange(length).chunk(world_size)[0])
 
-# %% collectives-padding: shape (10,) of rank 0, expected (11,)
-# %%fsdp
-rows = 11 // world_size
 
-# %% collectives-padding: issued 88 B in all-gathers
+# %% collectives-padding: shape (8,) of rank 0, expected (9,)
 # %%fsdp
-rows = 11
+def rows_of(length):
+    return length // world_size
 
-# %% collectives-padding: issued 56 B in all-gathers
-# %%fsdp
-rows = 11 // world_size + 2
 
-# %% collectives-padding: an older step does not count: rank
+# %% collectives-padding: all-gathers
 # %%fsdp
-rows = 11 / world_size
+def rows_of(length):
+    return length
 
-# %% collectives-padding: issued 64 B in all-gathers
-# %%fsdp
-rows = 2 ** math.ceil(math.log2(11 / world_size))
 
-# %% collectives-padding: shape (4,) of rank 0, expected (11,)
+# %% collectives-padding: all-gathers
 # %%fsdp
-rows = 2
+def rows_of(length):
+    return length // world_size + 1
 
-# %% collectives-padding: shape (0,) of rank 0, expected (11,)
+
+# %% collectives-padding: all-gathers
 # %%fsdp
-rows = 0
+def rows_of(length):
+    return 6
+
 
 # %% collectives-padding: an older step does not count: rank
 # %%fsdp
-rows = None
+def rows_of(length):
+    return length / world_size
+
+
+# %% collectives-padding: all-gathers
+# %%fsdp
+def rows_of(length):
+    return 2 ** math.ceil(math.log2(length / world_size))
+
+
+# %% collectives-padding: shape (8,) of rank 0, expected (9,)
+# %%fsdp
+def rows_of(length):
+    return round(length / world_size)
+
+
+# %% collectives-padding: an older step does not count: rank
+# %%fsdp
+def rows_of(length):
+    pass
