@@ -911,8 +911,10 @@ class Workbench:
         Without ranks, of an opened recording: where the ranks of its run are, with the stacks that they have written.
 
         Raises:
-            UsageError: no ranks run and no recording is open, or its folder can no longer be read.
+            UsageError: no ranks run and no recording is open, or its folder can no longer be read; or a prediction that
+                is not locked asks for what it shows.
         """
+        self._check_looks("where")
         if self._session is None and self._recording is not None:
             try:
                 return run_where.where(self._recording.read(), time.time_ns())

@@ -53,6 +53,8 @@ def test_no_view_shows_the_answer_before_it_is_locked(look, workbench):
     ask()
     with pytest.raises(UsageError, match=r"lock your guess first: .* run: guess.lock\(9\)\. .*guess.skip\(\)"):
         look(workbench)
+    with pytest.raises(UsageError, match="No ranks are running"):
+        workbench.where()  # it tells why a cell hangs
 
 
 def test_views_are_shown_again_once_it_is_locked_or_skipped(workbench, shown):
@@ -62,7 +64,9 @@ def test_views_are_shown_again_once_it_is_locked_or_skipped(workbench, shown):
     assert workbench.numbers("states")
     guess.reveal(9)
     assert shown[-1][PREDICTION_MIME]["predicted"] is None
-    other = ask(shown_by=["comms"])
+    other = ask(shown_by=["comms", "where"])
+    with pytest.raises(UsageError, match="lock your guess first: where may show"):
+        workbench.where()
     other.lock(9)
     assert workbench.numbers("comms")
 

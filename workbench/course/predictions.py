@@ -134,7 +134,9 @@ class Prediction:
 
     def _why_not(self, view: str) -> str:
         """Return why a view must not be shown now; empty if it may."""
-        if self._answer is not None or self._is_skipped or (self._shown_by and view not in self._shown_by):
+        if self._answer is not None or self._is_skipped or view not in (self._shown_by or (view,)):
+            return ""
+        if view == "where" and not self._shown_by:  # it tells why a cell hangs, whatever is asked
             return ""
         return (
             f"lock your guess first: {view} may show the answer to {self.name!r}. {self.question} Answer above and "
@@ -294,7 +296,7 @@ def predict(
         unit: unit of the number, such as ``"calls"``.
         choices: possible answers; none: a number.
         shown_by: views that show the answer, such as ``"states"``: they refuse until it is locked, and the result says
-            if they were drawn before. Empty: all views refuse.
+            if they were drawn before. Empty: all views refuse. ``"where"`` refuses only if it is named.
 
     Raises:
         UsageError: there is no name or no question, or only one choice.
