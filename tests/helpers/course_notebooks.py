@@ -107,7 +107,7 @@ def attempts(path: Path) -> Mapping[str, Sequence[Attempt]]:
 
 
 def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
-    """Return a copy of ``notebook`` in which each exercise is tried with each attempt at it, and solved in the end.
+    """Return a copy of ``notebook`` in which each exercise is tried as stored, with each attempt at it, and solved.
 
     The checks of attempts are marked with what they have to say, and cells of attempts may raise.
     """
@@ -115,7 +115,9 @@ def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
     cells, done = [], 0
     for each in exercises(notebook):
         cells += made.cells[done : each.answer]
-        for attempt in [*attempts(path).get(each.grade_id, ()), Attempt("", solutions(path)[each.grade_id])]:
+        stored = Attempt("CheckFailed", made.cells[each.answer].source)
+        solution = Attempt("", solutions(path)[each.grade_id])
+        for attempt in [stored, *attempts(path).get(each.grade_id, ()), solution]:
             tried = copy.deepcopy(made.cells[each.answer : each.check + 1])
             tried[0].source = attempt.source
             for cell in tried:

@@ -15,7 +15,6 @@ from tests.helpers.course_notebooks import (
     NOTEBOOKS,
     WarmKernel,
     assert_only_solutions_pass,
-    attempts,
     exercises,
     solved,
     with_attempts,
@@ -75,8 +74,8 @@ def test_it_asks_for_a_prediction(path):
 
 
 def _marks(path, num_ranks):
-    if num_ranks == 2:  # test_inside.py runs its notebook on 2 ranks
-        return pytest.mark.thorough if path == INSIDE else ()
+    if num_ranks == 2:
+        return pytest.mark.thorough if path == INSIDE else ()  # test_inside.py runs it on 2 ranks
     return pytest.mark.exhaustive
 
 
@@ -89,20 +88,13 @@ def _marks(path, num_ranks):
     ],
     indirect=["kernel"],
 )
-def test_it_runs_and_only_solutions_pass(path, kernel):
-    assert_only_solutions_pass(kernel.run(solved(nbformat.read(path, as_version=4), solutions(path))))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("kernel", "path"),
-    [pytest.param(2, path, id=path.stem) for path in NOTEBOOKS if attempts(path)],
-    indirect=["kernel"],
-)
-def test_each_attempt_gets_its_sentence(path, kernel):
-    """Wrong ones and right ones in several styles, one after the other in one session."""
-    ran = kernel.run(with_attempts(nbformat.read(path, as_version=4), path))
-    assert wrong_verdicts(ran) == []
+def test_it_runs_and_only_solutions_pass(path, kernel, request):
+    """Of a run with all tests, on 2 ranks, also: each attempt gets its sentence, one after the other in one session."""
+    notebook, is_whole_run = nbformat.read(path, as_version=4), not request.config.option.markexpr
+    if is_whole_run and request.node.callspec.params["kernel"] == 2:
+        assert wrong_verdicts(kernel.run(with_attempts(notebook, path))) == []
+    else:
+        assert_only_solutions_pass(kernel.run(solved(notebook, solutions(path))))
 
 
 @each_notebook
