@@ -74,6 +74,13 @@ def test_half_the_bytes_of_an_element_save_half_of_what_is_gathered():
     assert Knob.PRECISION not in known(replace(setup, compute_itemsize=2, reduce_itemsize=2))[1]
 
 
+def test_half_the_bytes_of_an_element_save_at_most_half_of_the_activations():
+    peak, saved = known(Setup(num_ranks=2, steps=2, num_units=3, activations=True))
+    less, without = known(Setup(num_ranks=2, steps=2, num_units=3))
+    more = saved[Knob.PRECISION].saved_bytes - without[Knob.PRECISION].saved_bytes
+    assert more == pytest.approx((peak - less) / 2, rel=0.1)
+
+
 def test_offloading_saves_what_a_device_keeps_at_rest():
     setup = Setup(num_ranks=2, steps=2)
     assert Knob.OFFLOAD not in known(setup)[1]

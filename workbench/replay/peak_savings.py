@@ -7,7 +7,7 @@ that only moves the peak elsewhere counts as what it is.
   freed at the end of its forward, gathered again during the backward of the unit before it, and copied out at the begin
   of its own. Price: one all-gather per such unit and pass, of the same bytes as in forward.
 - *mixed precision*: bytes of unsharded parameters, their gathers and their gradients times the new item size over the
-  old one; and those of reductions likewise. Activations may shrink as well, which is not counted.
+  old one; and those of reductions and activations likewise. At most: some activations have other dtypes.
 - *fewer units ahead*: of the units that were gathered ahead at the peak, all but the one that runs next and the one
   after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
@@ -318,6 +318,7 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     number = np.where(rows["unit"] < len(compute) - 1, rows["unit"], -1)
     factor = np.where(np.isin(rows["category"], _FULL), compute[number], 1.0)
     factor = np.where(rows["category"] == Category.REDUCE_SCATTER_BUFFERS, reduce[number], factor)
+    factor = np.where(rows["category"] == Category.ACTIVATIONS, compute.min(), factor)
     total = np.cumsum((deltas * factor).astype(np.int64))
     peak = in_use(part.start.bytes_by_category) + int(total.max(initial=0))
     return Saving(knob=Knob.PRECISION, peak_bytes=peak, saved_bytes=found.num_bytes - peak, is_bound=True, units=wide)
