@@ -68,7 +68,8 @@ same = [
     os.getcwd(), os.umask(0o022), os.nice(0), "OF_THE_FIRST" in os.environ,
     "/of/the/first" in sys.path, "of_the_first" in sys.modules,
 ]
-own = [os.environ["WORKBENCH_CLUSTER_ID"], os.environ["PYTEST_CURRENT_TEST"], random.random(), numpy.random.rand()]
+names = "WORKBENCH_CLUSTER_ID", "WORKBENCH_COMM", "PYTEST_CURRENT_TEST"
+own = [*(os.environ[name] for name in names), random.random(), numpy.random.rand()]
 print(json.dumps([same, own]))
 """
 
@@ -77,7 +78,8 @@ print(json.dumps([same, own]))
 def test_changes_made_by_ranks_are_not_seen_by_later_ranks(make_cluster, monkeypatch):
     cluster, found, zygotes = make_cluster(), [], set()
     for test in ("one", "another"):
-        monkeypatch.setenv("PYTEST_CURRENT_TEST", test)
+        for name in ("PYTEST_CURRENT_TEST", "WORKBENCH_COMM"):
+            monkeypatch.setenv(name, test)
         cluster.start()
         zygotes.add(zygote_of(cluster))
         found += map(json.loads, reported(cluster, FINDS))
@@ -87,8 +89,8 @@ def test_changes_made_by_ranks_are_not_seen_by_later_ranks(make_cluster, monkeyp
     umask = os.umask(0o022)
     os.umask(umask)
     assert [same for same, _ in found] == [[os.getcwd(), umask, os.nice(0), False, False, False]] * 4
-    clusters, tests, *drawn = zip(*(own for _, own in found), strict=True)
-    assert (len(set(clusters)), tests) == (2, ("one", "one", "another", "another"))
+    clusters, choices, tests, *drawn = zip(*(own for _, own in found), strict=True)
+    assert (len(set(clusters)), choices, tests) == (2, *[("one", "one", "another", "another")] * 2)
     assert [len(set(numbers)) for numbers in drawn] == [4, 4]
 
 

@@ -37,6 +37,8 @@ import os
 os.chdir({folder!r})
 """
 _CLEAN = """
+import os
+os.environ.pop("WORKBENCH_ACTIVATIONS", None)
 get_ipython().extension_manager.unload_extension("workbench")
 get_ipython().run_line_magic("reset", "-f")
 """

@@ -46,8 +46,8 @@ _DIE_S = 5.0  # limit for a process to die of a signal
 _PR_SET_PDEATHSIG = 1
 _ENV_START = 47  # index of the environment's address among the fields of /proc/PID/stat after the name
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts its threads at import
-# no import reads these; pytest writes the name of the current test into the last
-_OF_ONE_START = {processes.MARKER, "IPP_SESSION_KEY", "PYTEST_CURRENT_TEST"}
+# no import reads these: the workbench's own, and the others, of which the last has the name of pytest's current test
+_OF_ONE_START = re.compile(r"WORKBENCH_\w+|IPP_SESSION_KEY|PYTEST_CURRENT_TEST")
 
 
 def can_fork(device: str) -> bool:
@@ -232,7 +232,7 @@ def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[o
     installed = (*site.getsitepackages(), site.getusersitepackages())
     return (
         tuple(preload),
-        {name: value for name, value in environment.items() if name not in _OF_ONE_START},
+        {name: value for name, value in environment.items() if not _OF_ONE_START.fullmatch(name)},
         os.readlink("/proc/self/cwd"),  # os.getcwd() raises if the directory was removed
         re.findall(r"^(?:Umask|[UG]id|Groups|Cpus_allowed|Mems_allowed):.*$", status, re.MULTILINE),
         os.getpriority(os.PRIO_PROCESS, 0),
