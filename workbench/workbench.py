@@ -32,7 +32,7 @@ from workbench.errors import Interrupted, TraceError, UsageError, WorkbenchError
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
-from workbench.protocol.breakpoints import Condition, parse_event, read_event
+from workbench.protocol.breakpoints import Condition, parse_event, read_event, with_condition
 from workbench.protocol.commands import (
     ON_RANKS,
     START_TIMEOUT_S,
@@ -968,9 +968,11 @@ class Workbench:
         """Add a breakpoint (``%fsdp break add``): ranks stop before every such event.
 
         Args:
-            event: such as ``all_gather``, ``all_gather:blocks.2``, ``backward.end:*``.
+            event: such as ``all_gather``, ``all_gather:blocks.2``, ``backward.end:*``; ``nan`` or ``grad_norm > 10``: a
+                condition on the gradients, compared before the optimizer's step.
             rank: the only rank that stops; None: all of them.
-            when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank; None: always.
+            when: condition over num_bytes, unit, kind, edge, phase, step, ordinal and rank, before an optimizer's step
+                also over nan and grad_norm; None: always.
 
         Raises:
             UsageError: there is no such event or rank, the condition is invalid, or models are sharded and none has
@@ -978,13 +980,15 @@ class Workbench:
         """
         session = self._started()
         units = session.units()
+        event, when = with_condition(event, when)
         kind, unit = parse_event(event, units) if units else read_event(event)  # a script shards its model itself
         if rank is not None:
             select([rank], self.num_ranks)
-        if when is not None:
-            Condition.parse(when, rank)
+        condition = None if when is None else Condition.parse(when, rank, kind)
         added = session.breakpoints.add(kind, unit, rank=rank, when=when)
         note = "; nothing is sharded yet" if unit is not None and not units else ""
+        if condition is not None and condition.uses_gradients and session.request is not None:
+            note = f"; it holds from the next %fsdp step or cell on, not in {session.request.work.words}"
         return self._changed_breakpoints(f"breakpoint {added.id}: {added}{note}")
 
     def break_list(self) -> BreakReport:

@@ -66,6 +66,16 @@ def test_until_stops_all_ranks_before_the_same_event(ready, event):
     assert ready.verify().ok
 
 
+def test_a_breakpoint_on_values_names_the_gradient(ready):
+    ready.run_cell("model.head.register_forward_hook(lambda m, a, out: out * (float('nan') if rank else 1.0)).id")
+    report = ready.step(2, until="nan")
+    assert len(places(report)) == 1
+    assert "stopped by  --until optimizer --when nan: rank 0: " in str(report)
+    assert "of the gradient of " in report.reasons[0]
+    ready.abort()
+    ready.run_cell("model.head._forward_hooks.clear()")
+
+
 def test_next_goes_from_event_to_event_on_all_ranks(ready):
     seen = [places(ready.step(1, until="forward:blocks.0"))]
     for what in ("event", "collective", "unit", "phase"):

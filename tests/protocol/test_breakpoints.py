@@ -1,3 +1,4 @@
+import re
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from workbench.protocol.breakpoints import (
     nearest,
     parse_event,
     split_event,
+    with_condition,
 )
 
 SPANS = tuple(name for name, kind in STOPS.items() if kind.info.is_span)
@@ -99,7 +101,7 @@ def test_conditions(when):
             "num_byte > 1",
             (
                 "--when has no name 'num_byte'; the names, nearest first: num_bytes, "
-                "unit, step, kind, edge, rank, phase, ordinal"
+                "unit, step, grad_norm, nan, kind, edge, rank, phase, ordinal"
             ),
         ),
         ("rank == 1", "a condition on the rank would stop ranks at different events: write --rank R instead"),
@@ -144,7 +146,7 @@ def test_invalid_conditions(when, message):
 
 EVENT = {
     **{"kind": "all_gather", "edge": "begin", "phase": "forward", "unit": "blocks.2"},
-    **{"num_bytes": 4096, "step": 5, "ordinal": 17, "rank": 2},
+    **{"num_bytes": 4096, "step": 5, "ordinal": 17, "rank": 2, "nan": 0, "grad_norm": 2.0},
 }
 
 
@@ -183,6 +185,29 @@ def test_an_accepted_condition_can_be_evaluated_at_every_event(more, first, befo
         except UsageError:
             return
         assert condition.holds(EVENT) in {True, False}
+
+
+@pytest.mark.parametrize(
+    ("text", "when", "expected"),
+    [
+        ("nan", None, ("optimizer", "nan")),
+        (" grad_norm>10", "step > 5", ("optimizer", "(step > 5) and (grad_norm>10)")),
+        ("all_gather:nan", "nan", ("all_gather:nan", "nan")),
+        ("forward", None, ("forward", None)),
+    ],
+)
+def test_a_condition_on_gradients_is_one_on_the_optimizers_step(text, when, expected):
+    assert with_condition(text, when) == expected
+
+
+@pytest.mark.parametrize(
+    ("rank", "event", "message"),
+    [(None, "forward", "%fsdp break add optimizer --when 'nan > 1'"), (1, "optimizer", "leave --rank out")],
+)
+def test_gradients_are_compared_by_all_ranks_before_the_optimizers_step(rank, event, message):
+    assert Condition.parse("nan > 1", None, "optimizer").uses_gradients
+    with pytest.raises(UsageError, match=re.escape(message)):
+        Condition.parse("nan > 1", rank, event)
 
 
 def test_a_condition_may_use_the_rank_if_one_rank_stops():

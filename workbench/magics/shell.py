@@ -45,7 +45,7 @@ from workbench.views import VIEWS
 from workbench.widgets.progress import ProgressDisplay, StallLine, in_notebook
 from workbench.workbench import OnNotice, Workbench
 
-_KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: EVENTS, "launchers": launchers}
+_KNOWN_HERE: dict[Names, Callable[[], Sequence[str]]] = {"events": lambda: (*EVENTS, "nan"), "launchers": launchers}
 """Names known without contacting the ranks."""
 
 _SUFFIXES: dict[Names, frozenset[str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,24 @@ from workbench.events import STOPS, Edge, Kind, unit_words
 
 EVENTS = tuple(STOPS)
 EDGES = (Edge.BEGIN.key, Edge.END.key)
+_OPTIMIZER = Kind.OPTIMIZER.key
 UNTIL = 0
 """Number of the breakpoint of ``step --until``."""
 
-_SAMPLE = {"num_bytes": 1, "unit": "", "kind": "", "edge": "", "phase": "", "step": 1, "ordinal": 1, "rank": 0}
+_SAMPLE: dict[str, object] = {
+    "num_bytes": 1,
+    "unit": "",
+    "kind": "",
+    "edge": "",
+    "phase": "",
+    "step": 1,
+    "ordinal": 1,
+    "rank": 0,
+}
+GRADIENTS = {"nan": 0, "grad_norm": 1.0}
+"""Names of values of gradients, with samples; a condition may use them before an optimizer's step."""
+
+_SAMPLE |= GRADIENTS
 FIELDS = tuple(_SAMPLE)
 """Names that a condition may use."""
 
@@ -85,6 +100,16 @@ def read_event(text: str) -> tuple[str, str | None]:
     return event, unit.strip() if colon else None
 
 
+def with_condition(text: str, when: str | None = None) -> tuple[str, str | None]:
+    """Return ``"grad_norm > 10"`` as the event whose condition it is, and the condition; other events as they are.
+
+    Example: ``"nan"``, ``"step > 5"`` -> ``"optimizer"``, ``"(step > 5) and (nan)"``.
+    """
+    if ":" in text or not any(re.search(rf"\b{name}\b", text) for name in GRADIENTS):
+        return text, when
+    return _OPTIMIZER, text.strip() if when is None else f"({when}) and ({text.strip()})"
+
+
 def split_event(event: str) -> tuple[Kind, Edge]:
     """Return ``"forward.end"`` as kind and edge; without an edge it is the begin, or the instant.
 
@@ -146,12 +171,12 @@ class Condition:
     _code: CodeType = field(repr=False, compare=False)
 
     @classmethod
-    def parse(cls, text: str, rank: int | None) -> Condition:
-        """Parse a condition; ``rank`` is the only rank that stops, None if all ranks stop.
+    def parse(cls, text: str, rank: int | None, event: str = "") -> Condition:
+        """Parse a condition; ``rank`` is the only rank that stops, None if all do, and ``event`` the event, "" if any.
 
         Raises:
-            UsageError: it holds something else, compares incompatible values, or uses ``rank`` although every rank has
-                to stop at the same event.
+            UsageError: it holds something else, compares incompatible values, uses ``rank`` although every rank has
+                to stop at the same event, or gradients where they are not compared.
         """
         try:
             tree = ast.parse(text.strip(), mode="eval")
@@ -160,6 +185,14 @@ class Condition:
         for node in ast.walk(tree):
             _check_node(node, text, rank)
         read = cls(text, compile(tree, "<when>", "eval", dont_inherit=True))
+        if event and read.uses_gradients:
+            if event != _OPTIMIZER:
+                when = shlex.quote(text)
+                raise UsageError(
+                    f"gradients are compared before an optimizer's step: %fsdp break add optimizer --when {when}"
+                )
+            if rank is not None:
+                raise UsageError("all ranks compare the gradients together, and stop together: leave --rank out")
         try:
             read._value(_SAMPLE)
         except ArithmeticError:  # from the sample values; others may work
@@ -167,6 +200,11 @@ class Condition:
         except TypeError as error:
             raise UsageError(f"--when cannot evaluate {text!r}: {error}") from None
         return read
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether it needs values of gradients."""
+        return not GRADIENTS.keys().isdisjoint(self._code.co_names)
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """Return whether it is true of an event with these :data:`FIELDS`; False if it cannot be computed."""

@@ -35,7 +35,7 @@ from workbench.protocol.arguments import (
     several,
     without_variables,
 )
-from workbench.protocol.breakpoints import UNTIL, Breakpoint, read_event
+from workbench.protocol.breakpoints import UNTIL, Breakpoint, Condition, read_event, with_condition
 from workbench.protocol.fault_kinds import NAMES as FAULTS
 from workbench.protocol.fault_kinds import RANDOM, FaultReply, check_name
 from workbench.protocol.lint_reply import LintReply
@@ -622,7 +622,9 @@ class Lint(Command):
 # ---- training, and stopping inside of it
 
 _FN = Argument(about="step function (default train_step)", metavar="NAME", completes="variables", flags=("--fn",))
-_UNTIL = Argument(about="stop once, before this event: EVENT[:UNIT]", metavar="EVENT", completes="events")
+_UNTIL = Argument(
+    about="stop once, before this event: EVENT[:UNIT], nan or 'grad_norm > 10'", metavar="EVENT", completes="events"
+)
 _BACKGROUND = Argument(about="run in the background: the notebook stays free (default: no)")
 
 
@@ -778,7 +780,8 @@ class Where(Command):
 
 @command(
     "break add all_gather:blocks.2",
-    more="`--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, `break off 1`, `break on 1`",
+    more="`break add nan`, `'grad_norm > 10'`; `--rank 1`, `--when 'num_bytes > 1e6'`; `break list`; `break clear 1`, "
+    "`break off 1`, `break on 1`",
 )
 class Break(Command):
     """Add, list or clear breakpoints, or turn them on and off; ranks stop before each matching event.
@@ -789,7 +792,7 @@ class Break(Command):
 
     action: str = argument("what to do", kw_only=False, metavar="|".join(BREAK), choices=BREAK)
     event: str = argument(
-        "an event such as backward:blocks.2, or a breakpoint number",
+        "an event such as backward:blocks.2, a condition on gradients such as nan, or a breakpoint number",
         default="",
         kw_only=False,
         metavar="EVENT[:UNIT]|ID",
@@ -1434,8 +1437,11 @@ def _stop_at(until: str) -> Breakpoint | None:
     """Return the one-time breakpoint of an ``--until``; None if it is empty."""
     if not until:
         return None
-    event, unit = read_event(until)
-    return Breakpoint(id=UNTIL, event=event, unit=unit, once=True)
+    text, when = with_condition(until)
+    event, unit = read_event(text)
+    if when is not None:
+        Condition.parse(when, None)
+    return Breakpoint(id=UNTIL, event=event, unit=unit, when=when, once=True)
 
 
 def _is_name(text: object) -> bool:

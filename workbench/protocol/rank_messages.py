@@ -61,12 +61,14 @@ class Hold(EventInfo):
         place: its position.
         num_bytes: its payload.
         breakpoint: number of the breakpoint that holds the rank; None: no breakpoint does.
+        because: the values of gradients that its condition met, as text.
         synchronised: whether the rank synchronised its device first.
     """
 
     place: StepPosition
     num_bytes: int = 0
     breakpoint: int | None = None
+    because: str = ""
     synchronised: bool = False
 
 

@@ -1,16 +1,19 @@
 """At which events a rank stops: breakpoints, and the targets of ``next`` and ``run_to``.
 
-Each rank decides alone, from values that are equal on all ranks at the same event, so all stop at the same event.
+Each rank decides alone, from values that are equal on all ranks at the same event, so all stop at the same event. The
+values of gradients are made equal by an exchange: see :mod:`workbench.runtime.gradient_values`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from workbench.events import COLLECTIVES, Edge, Kind, Phase
 from workbench.protocol.breakpoints import Breakpoint, Condition, is_unit, split_event
 from workbench.protocol.rank_messages import NOWHERE, StepPosition
+from workbench.runtime.gradient_values import GradientValues
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class PendingEvent:
         num_bytes: its payload.
         phase: phase of the rank.
         place: its position.
+        gradients: the values that conditions compare; None: they are not known.
     """
 
     kind: Kind
@@ -32,6 +36,7 @@ class PendingEvent:
     num_bytes: int
     phase: Phase
     place: StepPosition
+    gradients: GradientValues | None = None
 
 
 # ---- where to stop
@@ -63,8 +68,13 @@ class ArmedBreakpoint:
         """
         kind, edge = split_event(breakpoint_.event)
         when = breakpoint_.when
-        condition = Condition.parse(when, breakpoint_.rank) if when is not None else None
+        condition = Condition.parse(when, breakpoint_.rank, breakpoint_.event) if when is not None else None
         return cls(breakpoint_, rank, kind, edge, condition)
+
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether its condition needs values of gradients."""
+        return self.condition is not None and self.condition.uses_gradients
 
     def matches(self, event: PendingEvent) -> bool:
         """Return whether to stop before ``event``."""
@@ -87,6 +97,8 @@ def _fields(event: PendingEvent, rank: int) -> dict[str, object]:
         "step": event.place.step,
         "ordinal": event.place.ordinal,
         "rank": rank,
+        "nan": 0 if event.gradients is None else event.gradients.nan,
+        "grad_norm": math.nan if event.gradients is None else event.gradients.grad_norm,
     }
 
 

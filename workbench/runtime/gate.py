@@ -30,6 +30,7 @@ from workbench.protocol.commands import Continue, Inspect, Next, Pause
 from workbench.protocol.rank_messages import Forget, Hold, Job, JobReply, RunTo, SetBreakpoints, StepPosition
 from workbench.runtime import breakpoint_matching, held_eval
 from workbench.runtime.breakpoint_matching import ArmedBreakpoint, PendingEvent, StopTargets
+from workbench.runtime.gradient_values import GradientValues, GradientWatch
 from workbench.runtime.interrupts import Interrupts
 from workbench.runtime.recorder import NO_STEP, Recorder
 
@@ -72,6 +73,7 @@ class Gate:
         self._waited_ns = 0
         self._tickets: dict[str, JobReply] = {}
         self._names: tuple[int, dict[int, str]] = (-1, {})
+        self._gradients = GradientWatch(recorder)
         self.interrupts = Interrupts(self.check_soon)
         self.event = recorder.event
         self.memory, self.phase, self.late_end = recorder.memory, recorder.phase, recorder.late_end
@@ -86,9 +88,9 @@ class Gate:
         cancellable_waits.stop_point = self._ask_waiting
         probe.active = self
 
-    @staticmethod
-    def uninstall() -> None:
+    def uninstall(self) -> None:
         """Remove the probe and the stop point of waits."""
+        self._gradients.switch(is_on=False)
         probe.active = None
         cancellable_waits.stop_point = cancellable_waits.go_on
 
@@ -108,11 +110,17 @@ class Gate:
             with self._lock:
                 armed = breakpoint_matching.arm((stop,), self._rank)
                 self._want(replace(self._wanted, breakpoints=(*armed, *self._wanted.breakpoints)))
+        self.watch_gradients()
         try:
             with self.interrupts.guarded():
                 yield
         finally:
             self.forget_requests()
+
+    def watch_gradients(self) -> None:
+        """Watch gradients in the request that begins if a breakpoint needs it; all ranks then take part to its end."""
+        if self._held is None:  # a cell within a stopped step
+            self._gradients.switch(is_on=any(each.uses_gradients for each in self._wanted.breakpoints))
 
     def forget_requests(self) -> None:
         """Drop pause, next, run-to positions and one-time breakpoints; keep the other breakpoints."""
@@ -134,9 +142,10 @@ class Gate:
         self._recorder.event(kind, edge, unit, num_bytes, comm, t_ns)
 
     def _ask_own(self, kind: Kind, edge: Edge) -> None:
-        self._ask(kind, edge, -1, 0)
+        is_compared = kind is Kind.OPTIMIZER and edge is Edge.BEGIN and self._may_hold
+        self._ask(kind, edge, -1, 0, self._gradients.exchange() if is_compared else None)
 
-    def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int) -> None:
+    def _ask(self, kind: Kind, edge: Edge, unit: int, num_bytes: int, gradients: GradientValues | None = None) -> None:
         self.interrupts.check()
         if kind in _NEEDS_OTHERS and edge is Edge.BEGIN and not self._recorder.is_aside:
             cancellation.check()  # a rank that has left may have closed its sockets, and gloo would wait for ever
@@ -145,7 +154,7 @@ class Gate:
             raise UsageError(held_eval.needs_others(f"{kind.words} of {self._name_of(unit)}", self._alone))
         if not (self._wanted.may_stop_at(kind) and self._may_hold):
             return
-        event = self._event(kind, edge, unit, num_bytes)
+        event = replace(self._event(kind, edge, unit, num_bytes), gradients=gradients)
         if self._stops(event, lambda wanted: wanted.stops_at(event)):
             self._hold(unit)
 
@@ -218,6 +227,7 @@ class Gate:
 
     def _begin_hold(self, event: PendingEvent, met: ArmedBreakpoint | None, *, is_synchronised: bool) -> None:
         self._is_released = False
+        compared = event.gradients if met is not None and met.uses_gradients else None
         self._held = Hold(
             kind=event.kind,
             edge=event.edge,
@@ -227,6 +237,7 @@ class Gate:
             place=event.place,
             num_bytes=event.num_bytes,
             breakpoint=None if met is None else met.breakpoint.id,
+            because="" if compared is None else compared.because,
             synchronised=is_synchronised,
         )
 

@@ -321,6 +321,7 @@ def _look_after_cells() -> None:
 def _before_cell(_: object) -> None:
     if _runtime is not None:
         no_keyboard.install()
+        _runtime.gate.watch_gradients()
         _runtime.membership.begin_cell()
 
 
