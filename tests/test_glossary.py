@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers import documents
 from tests.helpers.package_source import REPO
+from workbench.base.glossary import explained
 from workbench.events import Category, Kind, Track, UnitState
 
 UNSEEN = {Kind.ALLOC, Kind.FREE, Kind.METRIC, Kind.LOG, Kind.DEVICE}
@@ -28,6 +29,12 @@ def drawn():
 @pytest.mark.parametrize("word", sorted(set(drawn())))
 def test_a_word_of_a_picture_is_explained(word):
     assert word in terms()
+
+
+def test_it_is_what_hover_texts_say():
+    assert documents.GLOSSARY.read_text(encoding="utf-8").endswith(documents.glossary_tables())
+    assert explained("time exposed") == "exposed: the part of communication that compute waits for"
+    assert explained("of a grunit") == ""
 
 
 def test_no_term_is_explained_twice():

@@ -1,7 +1,7 @@
 """The documents as data: tables, code blocks and links of README.md, CONTRIBUTING.md, CHANGELOG.md and docs/.
 
 ``python -m tests.helpers.documents`` writes the tables of commands that :data:`COMMAND_TABLES` lists, those of the
-rules of ``lint`` and of faults, and that of engines.
+rules of ``lint`` and of faults, that of engines, and the glossary.
 """
 
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.helpers.engine_contract import ENGINES, INSTRUMENTS, LIMITS
 from tests.helpers.package_source import REPO
+from workbench.base.glossary import SECTIONS
 from workbench.magics import command_lines
 from workbench.protocol.commands import Command, summary
 from workbench.protocol.fault_kinds import KINDS
@@ -150,7 +151,21 @@ def engine_rows() -> list[list[str]]:
     ]
 
 
+GLOSSARY = REPO / "docs" / "glossary.md"
+
+
+def glossary_tables() -> str:
+    """Return the sections that the glossary must have."""
+    head = "| term | meaning |\n|---|---|\n"
+    rows = {
+        title: "".join(f"| {term} | {meaning} |\n" for term, meaning in terms.items())
+        for title, terms in SECTIONS.items()
+    }
+    return "\n".join(f"## {title}\n\n{head}{each}" for title, each in rows.items())
+
+
 def _write_tables() -> None:
+    GLOSSARY.write_text(f"{GLOSSARY.read_text('utf-8').partition('## ')[0]}{glossary_tables()}", encoding="utf-8")
     tables = [(first, path, command_rows(first)) for first, (path, _) in COMMAND_TABLES.items()]
     for first_column, path, found in (
         *tables,

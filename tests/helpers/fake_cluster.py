@@ -537,6 +537,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "unreduced": [],
         "unsharded": [],
         "never_cleared": [],
+        "rows": [],
     }
 
 

@@ -1,6 +1,7 @@
 """What a step function returns."""
 
 import asyncio
+import re
 
 import pytest
 import torch
@@ -54,6 +55,12 @@ def sharded(ns):
     execute(Shard(model="model"))
 
 
+def uneven(ns):
+    sharded(ns)
+    rows = iter([2, 2 + ns["rank"]])
+    ns["batch"] = lambda: torch.ones(next(rows), 4)
+
+
 def beside_a_sharded_one(ns):
     execute(Shard(model="model"))
     ns["model2"] = torch.nn.Linear(4, 1)
@@ -82,6 +89,7 @@ CASES = [
     plain,
     wrapped,
     sharded,
+    uneven,
     beside_a_sharded_one,
     averaged_by_hand,
     averaged_in_a_later_step,
@@ -96,13 +104,13 @@ def steps_of_cases():
     for case in CASES:
         ns["model"] = torch.nn.Linear(4, 1)
         ns["opt"] = torch.optim.SGD(ns["model"].parameters(), lr=0.1)
-        ns["trained"], ns["after_backward"] = "model", lambda: None
+        ns["trained"], ns["after_backward"], ns["batch"] = "model", lambda: None, lambda: torch.ones(2, 4)
         case(ns)
 
         def train_step():
             ns["opt"].zero_grad()
             model = ns["trained"]() if callable(ns["trained"]) else ns[ns["trained"]]
-            model(torch.ones(2, 4)).sum().backward()
+            model(ns["batch"]()).sum().backward()
             ns["after_backward"]()
             ns["opt"].step()
 
@@ -113,11 +121,13 @@ def steps_of_cases():
     return replies
 
 
-def test_a_model_that_nothing_averages_is_named():
+def test_a_model_that_nothing_averages_is_named_and_ranks_with_more_rows():
     by_rank = run(2, steps_of_cases)
     replies = {name: [decode(StepReply, own[name], "reply") for own in by_rank] for name in by_rank[0]}
     notes = {name: SAYS[Step](own).notes for name, own in replies.items()}
-    assert notes == {case.__name__: () for case in CASES} | {
+    (note,) = notes.pop("uneven")
+    assert re.match(r"batches had unequal rows in 1 of 2 steps \(step \d+: 2 on rank 0, 3 on rank 1\), ", note)
+    assert notes == {case.__name__: () for case in CASES if case is not uneven} | {
         "plain": ("no collective was issued: model is not sharded; %fsdp shard model",),
         "beside_a_sharded_one": ("no collective was issued: model2 is not sharded; %fsdp shard model2",),
     }

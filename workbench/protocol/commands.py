@@ -641,6 +641,7 @@ class StepReply:
         unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
         never_cleared: optimizers, by variable, whose steps used gradients of their last step again.
         unsharded: variables of the models that optimizers trained, if no collective was issued and none is sharded.
+        rows: rows of the batches that sharded models got in training forwards, by step.
     """
 
     steps_done: int
@@ -651,6 +652,7 @@ class StepReply:
     unreduced: tuple[str, ...] = ()
     unsharded: tuple[str, ...] = ()
     never_cleared: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 @command("step 40", reply=StepReply)

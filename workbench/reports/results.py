@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from workbench.base.fault import Fault, facts_of, listed
+from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import format_bytes, format_duration, format_loss, format_share, plural
 from workbench.events import Unit, unit_words
 from workbench.protocol.commands import (
@@ -275,6 +276,7 @@ class ShardReport(ModelSharding, Report):
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
+            ("a unit", MEANINGS["unit"]),
             *self._wrapped(),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
@@ -762,6 +764,18 @@ def _step_notes(by_rank: Sequence[StepReply]) -> Iterator[str]:
     if alone and len(by_rank) > 1:
         are = "are" if len(alone) > 1 else "is"
         yield f"no collective was issued: {listed(alone)} {are} not sharded; %fsdp shard {alone[0]}"
+    rows = list(zip(*(stepped.rows for stepped in by_rank), strict=False))
+    uneven = [number for number, each in enumerate(rows) if len({*each}) > 1]
+    if uneven:
+        step, of_ranks = by_rank[0].first_step + uneven[-1], by_value(enumerate(rows[uneven[-1]]))
+        which = ", ".join(f"{count} on {label(ranks)}" for count, ranks in of_ranks.items())
+        steps = plural(len(rows), "step")
+        yield (
+            f"batches had unequal rows in {len(uneven)} of {steps} (step {step}: {which}), and the gradients of all "
+            "ranks count alike. If the loss is a mean over rows, weight it before backward: "
+            "total = torch.tensor(len(x), device=device); torch.distributed.all_reduce(total); "
+            "loss = loss * len(x) * world_size / total"
+        )
 
 
 @says(Run)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from workbench.engine import StepAborted
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.explain import explain
+from workbench.engine.tensor_trees import tensors_in
 from workbench.errors import UsageError
 from workbench.models.engines import is_sharded, missed_grads
 from workbench.protocol.commands import Step, StepReply
@@ -65,6 +66,30 @@ def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's 
     return float(result) if is_number else None
 
 
+def _models() -> dict[str, torch.nn.Module]:
+    return outermost({name: find_module(name) for name in module_names()})
+
+
+@contextmanager
+def _rows_counted() -> Iterator[list[int]]:
+    """Yield the list to which each training forward of a sharded model adds the rows of its batch."""
+    counted: list[int] = []
+
+    def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        batch = next((tensor for tensor in tensors_in((args, kwargs)) if tensor.ndim), None)
+        counted.append(0 if batch is None else len(batch))
+
+    sharded = [model for model in _models().values() if is_sharded(model)]
+    hooks = [model.register_forward_pre_hook(before, with_kwargs=True) for model in sharded]
+    try:
+        yield counted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class Trainer(LoopSteps):
     """Runner of steps, which also reports to the recorder what the engine cannot see: steps, optimizers, metrics.
 
@@ -86,19 +111,21 @@ class Trainer(LoopSteps):
             StepAborted: this rank was aborted because another one failed.
         """
         function = find_step_function(command.fn)
-        losses, seconds = [], []
+        losses, seconds, rows = [], [], []
         unreduced: dict[str, None] = {}
         first_step, num_issued = self._recorder.next_step, self._recorder.num_issued
         self._stepped.clear()
         self.note_models()
         self._running = True
         try:
-            with self.explained():
+            with self.explained(), _rows_counted() as counted:
                 for _ in range(command.count):
                     begin_ns = self._recorder.now_ns() - self._recorder.held_ns
                     losses.append(self._one_step(function))
                     seconds.append((self._recorder.now_ns() - self._recorder.held_ns - begin_ns) / 1e9)
                     unreduced |= dict.fromkeys(missed_grads())
+                    rows.append(sum(counted))
+                    counted.clear()
                 self.wait_for_device()
         finally:
             self._running = False
@@ -110,6 +137,7 @@ class Trainer(LoopSteps):
             optimizer_steps=self.optimizer_steps,
             first_step=first_step,
             unreduced=tuple(unreduced),
+            rows=tuple(rows),
             unsharded=self._trained_alone() if self._recorder.num_issued == num_issued else (),
         )
 
@@ -120,10 +148,9 @@ class Trainer(LoopSteps):
     def _trained_alone(self) -> tuple[str, ...]:
         """Return the variables of models that optimizers of the command trained, if no engine runs any of them."""
         trained = {id(param) for each in self._stepped for group in each.param_groups for param in group["params"]}
-        models = outermost({name: find_module(name) for name in module_names()})
         found = {
             name: model
-            for name, model in models.items()
+            for name, model in _models().items()
             if any(id(param) in trained and param.requires_grad for param in model.parameters())
         }
         is_plain = all(type(param) is torch.nn.Parameter for model in found.values() for param in model.parameters())

@@ -911,7 +911,7 @@ class Session:
         until = request.work.until
         if until is None or not isinstance(report, UntilReport):
             return report
-        events = came(self.trace, request.mark.num_rows, str(until))
+        events = came(self.trace, request.mark.num_rows, str(until)) if until.when is None else ()
         return dataclasses.replace(report, missed=str(until), occurred=tuple(events))
 
     def _note(self, request: Request, *, is_over: bool) -> None:

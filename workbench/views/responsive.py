@@ -1,10 +1,11 @@
 """Layouts of a figure for pages narrower than its default width, as next to JupyterLab's panel, or much wider.
 
-The ``meta`` of a figure's layout holds these layouts; ``widgets/static/figures.js`` applies them wherever figures are
-shown. On narrow pages titles have more lines, and the legend is under the plot in as many lines as it needs. A view
-adds further changes with :func:`on_pages`, such as shorter labels, or lines of text instead of table columns. Every
-figure fits on pages from ``LEAST`` pixels on; on narrower pages the figure keeps that width and scrolls sideways, but
-its titles still fit the page. On wide pages titles have fewer lines.
+The ``meta`` of a figure's layout holds these layouts, and the meanings of the terms in its legend and headings;
+``widgets/static/figures.js`` applies them wherever figures are shown. On narrow pages titles have more lines, and the
+legend is under the plot in as many lines as it needs. A view adds further changes with :func:`on_pages`, such as
+shorter labels, or lines of text instead of table columns. Every figure fits on pages from ``LEAST`` pixels on; on
+narrower pages the figure keeps that width and scrolls sideways, but its titles still fit the page. On wide pages titles
+have fewer lines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from workbench.base.glossary import explained
 from workbench.views import theme
 
 LEAST = 300
@@ -63,7 +65,15 @@ def with_narrow(fig: go.Figure) -> go.Figure:
         {"below": below, "layout": _layout(fig, width, max(width, least), dict(own.get(str(width), {})))}
         for width, below in zip(WIDTHS, (_WIDER, *WIDTHS), strict=False)
     ]
-    return fig.update_layout(meta={"least": least, "narrow": narrow})
+    return fig.update_layout(meta={"least": least, "narrow": narrow, "meanings": _meanings(fig)})
+
+
+def _meanings(fig: go.Figure) -> dict[str, str]:
+    """Return what the legend's entries and the headings mean, by their texts, for whom the pointer rests on them."""
+    labels = [label for axis in fig.select_yaxes() for label in axis.ticktext or () if label.startswith("<b>")]
+    texts = [*legend_entries(fig).values(), *labels, *(each.text for each in fig.layout.annotations)]
+    found = {text: explained(_TAG.sub(" ", text)) for text in texts if text}
+    return {text: meaning for text, meaning in found.items() if meaning}
 
 
 def at_width(fig: go.Figure, width: int) -> go.Figure:

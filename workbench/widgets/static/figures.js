@@ -2,9 +2,14 @@
 
 /** @typedef {{ below: number, layout: Record<string, unknown> }} Narrow a layout for pages narrower than `below` */
 
-/** @typedef {{ meta?: { least?: number, narrow?: readonly Narrow[] } } & Record<string, unknown>} Layout */
+/** @typedef {{ least?: number, narrow?: readonly Narrow[], meanings?: Record<string, string> }} Meta */
 
-/** @typedef {HTMLElement & { layout: Layout }} Graph an element in which plotly has drawn a figure */
+/** @typedef {{ meta?: Meta } & Record<string, unknown>} Layout */
+
+/**
+ * An element in which plotly has drawn a figure.
+ * @typedef {HTMLElement & { layout: Layout, on?: (event: string, call: () => void) => void }} Graph
+ */
 
 /**
  * The part of plotly that a page needs.
@@ -21,6 +26,8 @@
  * @returns {() => void} stops following
  */
 export function followWidth(graph, redraw) {
+  explainTerms(graph);
+  graph.on?.("plotly_afterplot", () => { explainTerms(graph); });
   const around = graph.parentElement, { least, narrow } = graph.layout.meta ?? {};
   if (!around || !least || !narrow) return () => undefined;
   graph.style.minWidth = `${least}px`;
@@ -40,6 +47,23 @@ export function followWidth(graph, redraw) {
   });
   observer.observe(around);
   return () => { observer.disconnect(); };
+}
+
+/**
+ * Let legend entries and headings say what they mean when the pointer rests on them.
+ * @param {Graph} graph
+ */
+export function explainTerms(graph) {
+  const meanings = graph.layout.meta?.meanings ?? {};
+  for (const text of /** @type {NodeListOf<SVGElement>} */ (graph.querySelectorAll("text[data-unformatted]"))) {
+    const meaning = meanings[text.dataset.unformatted ?? ""];
+    const entry = /** @type {SVGElement} */ (text.closest(".traces") ?? text); // plotly covers the text of a legend
+    if (!meaning || entry.querySelector(":scope > title")) continue;
+    const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+    title.textContent = meaning;
+    entry.append(title);
+    if (entry === text) entry.style.pointerEvents = "all";
+  }
 }
 
 /**
