@@ -41,6 +41,7 @@ class Colour(Enum):
     OFFLOAD = auto()
     RECEIVED = auto()
     WAIT = auto()
+    READERS = auto()
     GIVEN_UP = auto()
     PLAIN = auto()
 
@@ -269,7 +270,7 @@ class Kind(Word):
     RECV = 28, _span("recv", Colour.RECEIVED, Track.OTHER, is_point_to_point=True)
     # until other ranks have read shared memory; not an event, because only a rank that is ahead waits. The value of END
     # is the last of these ranks
-    READERS = 29, _span("wait for readers", Colour.PLAIN, Track.COMPUTE, is_event=False, is_stop=False)
+    READERS = 29, _span("wait for readers", Colour.READERS, Track.COMPUTE, is_event=False, is_stop=False)
 
 
 def _kinds(**known: bool) -> Iterator[Kind]:

@@ -76,6 +76,7 @@ export interface InitialState {
   readonly buttons: readonly string[];
   readonly panels: readonly ("ranks" | "memory" | "units" | "timeline")[];
   readonly sizes: readonly string[];
+  readonly faults: readonly string[];
 }
 
 export interface Welcome extends PanelMessage {

@@ -92,7 +92,7 @@ EXAMPLES: tuple[PanelAnswer, ...] = (
         number=1,
         version=VERSION,
         workbench="0.2.0",
-        dashboard=InitialState(buttons=("step",), panels=("ranks",), sizes=("unit",)),
+        dashboard=InitialState(buttons=("step",), panels=("ranks",), sizes=("unit",), faults=("random",)),
     ),
     State(
         number=2,

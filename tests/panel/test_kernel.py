@@ -108,7 +108,7 @@ def test_from_load_to_unload(kernel):
     assert kernel.run(LEFT).startswith(f"left: {MAX_COMMS} ")
     dashboard = kernel.open(TARGET)
     welcome = kernel.ask(dashboard, {"word": "hello", "number": 0, "version": VERSION, "extension": "0.2.0"})
-    assert welcome["dashboard"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break"]
+    assert welcome["dashboard"]["buttons"] == ["step", "pause", "next", "continue", "abort", "break", "fault"]
     assert kernel.ask(dashboard, {"view": "a", "word": "feed"})["word"] == "feed"
     for wrong in ("feed", {"view": "a", "word": "beside"}, {"view": "a", "word": "at", "t_us": "soon"}):
         assert kernel.ask(dashboard, wrong)["word"] == "refused"

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.browser import open_offline
 from tests.helpers.trace_strategies import example_trace
 from tests.views.test_theme import contrast
+from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import ERROR_TEXT
 from workbench.protocol.commands import ON_RANKS, Step, StepReply, Verify, VerifyReply
 from workbench.protocol.rank_messages import ModelInfo
@@ -83,6 +84,7 @@ def test_every_report_is_a_sentence_and_an_escaped_table(report):
 def test_shard_reports_bytes_before_and_after_by_rank():
     assert str(SHARD).splitlines()[1:] == [
         f"  units            {EVIL}, (root)",
+        f"  a unit           {MEANINGS['unit']}",
         "  full model       3.91 KiB",
         "  each rank keeps  1.95 KiB (50%) on ranks 0-1; 1000 B (25%) on rank 2 between uses",
     ]

@@ -251,7 +251,7 @@ def test_gpu_times_are_not_claimed_without_device_rows():
         assert sentence not in words(draw(name, trace))
         text = words(draw(name, on_devices(trace, has_device_rows=False)))
         assert sentence in text.replace("<br>", " ")
-        assert "compute waits" not in text
+        assert "compute waits for communication" not in text
     text = words(draw("comms", trace))
     assert "<b>time<br>exposed</b>" in text
     assert "compute waited" in text

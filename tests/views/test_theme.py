@@ -74,6 +74,7 @@ TIMELINE_KINDS = [
     Kind.REDUCE_SCATTER,
     Kind.COPY_IN,
     Kind.WAIT,
+    Kind.READERS,
     Kind.GATE,
     Kind.SEND,
     Kind.RECV,

@@ -576,6 +576,14 @@ def press(widget, word, argument):
     return widget.sent[-1][0]["text"]
 
 
+def test_a_fault_is_chosen_from_a_list(made):
+    with Workbench(2, cluster_factory=FakeCluster) as workbench:
+        widget = made(workbench)
+        assert {"random", "straggler", "off"} <= set(widget.about["faults"])
+        assert "'straggler'" in press(widget, "fault", "stragler")
+        assert "nothing is sharded yet, so there is nothing to inject a fault into" in press(widget, "fault", "random")
+
+
 def test_breakpoints_are_listed_switched_and_cleared(made):
     with Workbench(2, cluster_factory=FakeCluster) as workbench:
         widget = made(workbench)

@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "send": "sending to one other rank",
         "recv": "receiving from one other rank",
         "issue": "to start a collective; it runs while the rank continues",
+        "issue to wait": "the time from the issue of a collective to the wait for it, in which compute may go on",
         "wait": "the time in which a rank's compute blocks until a collective has ended",
         "wait for readers": (
             "the time in which a rank blocks until other ranks have read its memory, which it shares with them"

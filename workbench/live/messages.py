@@ -308,11 +308,13 @@ class InitialState:
         buttons: names of the buttons.
         panels: panels to show.
         sizes: what ``next`` can stop at.
+        faults: what ``fault`` can inject, and ``off``.
     """
 
     buttons: tuple[str, ...]
     panels: tuple[Panel, ...]
     sizes: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
 
 
 # ---- answers to a panel

@@ -36,6 +36,7 @@ from workbench.live.messages import (
 )
 from workbench.live.view_server import ViewServer
 from workbench.protocol.commands import NEXT
+from workbench.protocol.fault_kinds import KINDS, RANDOM, REMOVE
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {"background": True}),
@@ -44,11 +45,15 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "continue": ("resume", {"background": True}),
     "abort": ("abort", {}),
     "break": ("break_add", {}),
+    "fault": ("fault", {}),
 }
 """By button, the workbench method that it calls and the method's keyword arguments."""
 
-ARGUED = ("next", "break")
+ARGUED = ("next", "break", "fault")
 """Buttons whose method takes the value chosen or typed next to them as its first argument."""
+
+FAULTS = (RANDOM, *KINDS, REMOVE)
+"""What ``fault`` can be pressed for, in the order of the list."""
 
 ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}
 """By action on a breakpoint of the list, the workbench method that takes its number."""
@@ -90,7 +95,7 @@ class Views:
         self.waiting = LongPoll(partial(self.live.poll, workbench, MAX_AGE_S), clock, workbench.activity)
         words = tuple(word for word, (method, _) in BUTTONS.items() if hasattr(workbench, method))
         buttons = words if "ranks" in panels else ()
-        self.initial = InitialState(buttons=buttons, sizes=NEXT, panels=tuple(panels))
+        self.initial = InitialState(buttons=buttons, sizes=NEXT, faults=FAULTS, panels=tuple(panels))
 
     def __len__(self) -> int:
         """Return the number of views."""

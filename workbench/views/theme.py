@@ -66,6 +66,7 @@ COLOURS: dict[Colour, str] = {
     Colour.OFFLOAD: "#6b6b1f",
     Colour.RECEIVED: "#a8c09c",
     Colour.WAIT: "#c2185b",
+    Colour.READERS: "#94647c",
     Colour.GIVEN_UP: WRONG,
     Colour.PLAIN: "#8a8c83",
 }

@@ -30,7 +30,7 @@ export const KINDS = /** @type {const} */ ([
   {"words": "barrier", "colour": "#8a8c83", "isCollective": true},
   {"words": "send", "colour": "#dbafc7", "isCollective": false},
   {"words": "recv", "colour": "#a8c09c", "isCollective": false},
-  {"words": "wait for readers", "colour": "#8a8c83", "isCollective": false},
+  {"words": "wait for readers", "colour": "#94647c", "isCollective": false},
 ]);
 export const KIND = /** @type {const} */ ({
   STEP: 0,

@@ -129,7 +129,7 @@ export class RunModel {
     const isThere = this.status !== null && !this.isOver(isRecord), isHeld = this.has("held"), { works } = this;
     const goesOn = !this.has("gone") && this.status?.can_go_on === true;
     const can = { step: isThere && !works && !isHeld, pause: works, next: goesOn, continue: goesOn,
-      abort: works || isHeld, break: isThere };
+      abort: works || isHeld, break: isThere, fault: isThere && !works && !isHeld };
     return new Set(Object.entries(can).flatMap(([word, isOn]) => (isOn ? [word] : [])));
   }
 

@@ -17,16 +17,19 @@ export class ButtonsView {
    * @param {InitialState} about
    * @param {Actions} actions
    */
-  constructor({ buttons, sizes }, actions) {
+  constructor({ buttons, sizes, faults = [] }, actions) {
     this.actions = actions;
     this.box = make("div", "fw-buttons");
     /** @type {Map<string, HTMLButtonElement>} */
     this.buttons = new Map(); // commands, by their word
     this.size = make("select", "fw-size"); // how far `next` goes
     this.place = make("input", "fw-place"); // where `break` stops
+    this.fault = make("select", "fw-kind"); // what `fault` injects
     this.oneStep = make("button", "fw-hold", "hold last step");
     this.live = make("button", "fw-live", "live");
-    this.buildSize(sizes);
+    this.buildChoice(this.size, "next: size", sizes);
+    this.buildChoice(this.fault, "fault: what to inject; off removes it, and names it", faults);
+    this.fault.title = "a fault for the training; random: one that is named when it is removed; off: remove it";
     this.buildPlace();
     for (const word of buttons) this.box.append(this.buildCommand(word));
     this.oneStep.title = "stop redrawing and show the last step that all ranks finished";
@@ -41,7 +44,7 @@ export class ButtonsView {
    */
   buildCommand(word) {
     const button = make("button", `fw-${word}`, word);
-    const field = word === "next" ? this.size : word === "break" ? this.place : null;
+    const field = { next: this.size, break: this.place, fault: this.fault }[word] ?? null;
     enable(button, false);
     this.buttons.set(word, button);
     onPress(button, () => { this.actions.press(word, field?.value.trim() ?? ""); });
@@ -51,10 +54,14 @@ export class ButtonsView {
     return both;
   }
 
-  /** @param {readonly string[]} sizes */
-  buildSize(sizes) {
-    this.size.setAttribute("aria-label", "next: size");
-    this.size.append(...sizes.map((size) => make("option", "", size)));
+  /**
+   * @param {HTMLSelectElement} field
+   * @param {string} label
+   * @param {readonly string[]} options
+   */
+  buildChoice(field, label, options) {
+    field.setAttribute("aria-label", label);
+    field.append(...options.map((option) => make("option", "", option)));
   }
 
   buildPlace() {
@@ -71,7 +78,7 @@ export class ButtonsView {
    * @param {EventTarget | null} target
    */
   isField(target) {
-    return target === this.place || target === this.size;
+    return target === this.place || target === this.size || target === this.fault;
   }
 
   /**
