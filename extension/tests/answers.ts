@@ -18,6 +18,9 @@ export const ANSWERS = {
       ],
       "sizes": [
         "unit"
+      ],
+      "faults": [
+        "random"
       ]
     },
     "problem": ""

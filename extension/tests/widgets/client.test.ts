@@ -29,7 +29,7 @@ class Kernel implements Channel {
   }
 
   get(): ReturnType<Channel["get"]> {
-    return { buttons: [], panels: [], sizes: [] };
+    return { buttons: [], panels: [], sizes: [], faults: [] };
   }
 
   send(question: Question): void {

@@ -17,7 +17,7 @@ export class ButtonsView {
    * @param {InitialState} about
    * @param {Actions} actions
    */
-  constructor({ buttons, sizes, faults = [] }, actions) {
+  constructor({ buttons, sizes, faults }, actions) {
     this.actions = actions;
     this.box = make("div", "fw-buttons");
     /** @type {Map<string, HTMLButtonElement>} */
