@@ -204,8 +204,11 @@ export function headline(state: State, isGivingUp = false): Headline {
   if (isGivingUp && request !== null) return { tone: "busy", text: `Aborting ${request.line}\u2026` };
   if (request?.is_stopped === true) {
     const because = request.reasons.length > 0 ? ` (${request.reasons.join(", ")})` : "";
-    const [first = "", ...others] = request.reasons.map((reason) => reason.replace(/^(breakpoint \d+|--until)\b.*/s, "$1"));
-    const short = [first, others.length > 0 ? `${others.length} more` : ""].filter(Boolean).join(" and ");
+    const names = request.reasons.map((reason) => /^(breakpoint \d+|--until)\b/.exec(reason)?.[1] ?? "");
+    const [first = "", ...others] = names.filter(Boolean);
+    const value = request.reasons.find((_, number) => names[number] === ""); // that a breakpoint's condition met
+    const held = [first, others.length > 0 ? `${others.length} more` : ""].filter(Boolean).join(" and ");
+    const short = [held, value].filter(Boolean).join(": ");
     const place = request.stop.replace(/, step \d+$/, "");
     return { tone: "held", text: `${request.stop}${because}`, short: `${place}${short && ` (${short})`}` };
   }

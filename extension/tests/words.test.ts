@@ -219,6 +219,7 @@ describe("the headline", () => {
     [["breakpoint 12: all_gather:blocks.2 --when 'num_bytes > 1e6'"], "stands (breakpoint 12)"],
     [["--until backward:blocks.2"], "stands (--until)"],
     [["breakpoint 1: wait", "breakpoint 2: wait", "breakpoint 3"], "stands (breakpoint 1 and 2 more)"],
+    [["breakpoint 1: optimizer --when nan", "rank 1: 3 of 8"], "stands (breakpoint 1: rank 1: 3 of 8)"],
   ] as const)("says in short which breakpoints hold them: %j", (reasons, wanted) => {
     expect(headline(state({ request: { ...STOPPED, stop: "stands", reasons } })).short).toBe(wanted);
   });

@@ -70,8 +70,8 @@ def test_a_breakpoint_on_values_names_the_gradient(ready):
     ready.run_cell("model.head.register_forward_hook(lambda m, a, out: out * (float('nan') if rank else 1.0)).id")
     report = ready.step(2, until="nan")
     assert len(places(report)) == 1
-    assert "stopped by  --until optimizer --when nan: rank 0: " in str(report)
-    assert "of the gradient of " in report.reasons[0]
+    assert "stopped by  --until optimizer --when nan; rank 0: " in str(report)
+    assert "of the gradient of " in report.reasons[1]
     ready.abort()
     ready.run_cell("model.head._forward_hooks.clear()")
 

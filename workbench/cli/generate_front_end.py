@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from workbench.base.codec import hints_of
 from workbench.base.devices import CHOICES
+from workbench.base.glossary import MEANINGS
 from workbench.events import RANK_TRACKS, Category, Kind, UnitState
 from workbench.live import messages
 from workbench.live.packing import COLUMNS, WIDTHS
@@ -105,11 +106,14 @@ def _events() -> str:
     kinds = ({**_look(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
     categories = (_look(category, theme.CATEGORY_COLOURS[category]) for category in Category)
     states = (_look(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
+    words = dict.fromkeys(word.words for word in (*Category, *UnitState))
+    shown = {word: MEANINGS[word] for word in words if word in MEANINGS}
     parts = (
         f"// {_HEADING.format('workbench/events.py and workbench/views/theme.py')}\n",
         _entries("KINDS", kinds) + _numbers("KIND", Kind),
         _entries("CATEGORIES", categories) + _numbers("CATEGORY", Category),
         _entries("UNIT_STATES", states) + _numbers("UNIT_STATE", UnitState),
+        f"/** @type {{Readonly<Record<string, string>>}} */\nexport const MEANINGS = {json.dumps(shown, indent=2)};\n",
     )
     return "\n".join(parts)
 

@@ -29,7 +29,7 @@ class StopReport(Report):
     Attributes:
         stop: where they are stopped.
         request: the request, as text.
-        reasons: the breakpoints that hold them, as text.
+        reasons: the breakpoints that hold them, and the values that these met, as text.
     """
 
     computed = (*Report.computed, "ranks")

@@ -874,7 +874,8 @@ class Session:
     def _stopped(self, request: Request, stop: StopGroup) -> StopReport:
         request.work.stand(request.listener)
         request.stop = dataclasses.replace(stop, units=unit_names(self.trace.header))
-        reasons = tuple(self._reason(number, stop, request.work.until) for number in stop.breakpoints)
+        held_by = [self._reason(number, request.work.until) for number in stop.breakpoints]
+        reasons = (*held_by, *dict.fromkeys(hold.because for hold in stop.holds.values() if hold.because))
         if UNTIL in stop.breakpoints:
             request.work.until = None
         request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons)
@@ -900,11 +901,11 @@ class Session:
         found = [model for own in self.models().values() for model in own if model.name == entry.command.model]
         return dataclasses.replace(entry, policy=found[0].policy if found else None)
 
-    def _reason(self, number: int, stop: StopGroup, until: Breakpoint | None) -> str:
-        """Return in words what stopped a rank: a breakpoint, or the ``--until`` of its steps; and what it met."""
-        words = f"--until {until or ''}".rstrip() if number == UNTIL else self.breakpoints.named(number)
-        met = (hold.because for hold in stop.holds.values() if hold.breakpoint == number and hold.because)
-        return ": ".join([words, *list(met)[:1]])
+    def _reason(self, number: int, until: Breakpoint | None) -> str:
+        """Return in words what stopped a rank: a breakpoint, or the ``--until`` of its steps."""
+        if number == UNTIL:
+            return f"--until {until or ''}".rstrip()
+        return self.breakpoints.named(number)
 
     def _with_missed(self, request: Request, report: Report) -> Report:
         """Add to the report of an ``--until`` that the event did not occur, and the events that did."""

@@ -26,7 +26,7 @@ class ActiveRequest:
         words: its name, such as ``%fsdp step 40``, or ``a cell``.
         is_stopped: whether the ranks are stopped inside it.
         stop: where they are stopped, in words; empty: not stopped.
-        reasons: the breakpoints that stopped them, in words.
+        reasons: the breakpoints that stopped them, and the values that these met, in words.
         in_background: whether a thread waits for it instead of the notebook.
         progress: progress of its steps; None: it has none, or none is known yet.
     """

@@ -2,7 +2,7 @@
 import { caretDownIcon, caretRightIcon } from "@jupyterlab/ui-components";
 import * as React from "react";
 
-import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
+import { MEANINGS, UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import { formatBytes } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import type { Command, ParamInfo, State, UnitInfo } from "../protocol";
@@ -103,7 +103,7 @@ export function Units({ model, colours, draw }: UnitsProps): React.JSX.Element {
       </ul>
       <p className="fsdp-legend">
         {UNIT_STATES.map(({ words }, number) => (
-          <span key={words}>
+          <span key={words} title={MEANINGS[words]}>
             <i style={{ background: colours[number] }} />
             {words}
           </span>

@@ -69,7 +69,7 @@ describe("a model of ranks", () => {
 
   it("has the buttons that do something", () => {
     expect(new RunModel().enabledButtons(false).size).toBe(0);
-    expect(can(["idle", "idle"])).toBe("step break");
+    expect(can(["idle", "idle"])).toBe("step break fault");
     expect(can(["running", "waiting"])).toBe("pause abort break");
     expect(can(["running", "held"])).toBe("abort break");
     expect(can(["held", "held"], goesOn)).toBe("next continue abort break");

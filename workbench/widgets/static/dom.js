@@ -1,5 +1,7 @@
 // Elements of the page. Text is inserted as text, never as HTML: names of units, ranks and metrics are arbitrary.
 
+import { MEANINGS } from "./events.js";
+
 /**
  * An element with classes and plain text.
  * @template {keyof HTMLElementTagNameMap} K
@@ -76,6 +78,7 @@ export function swatch(word, colour, number = "") {
     entry.append(square);
   }
   entry.append(word);
+  entry.title = MEANINGS[word] ?? "";
   if (number) entry.append(" ", make("b", "", number));
   return entry;
 }

@@ -102,3 +102,21 @@ export const UNIT_STATE = /** @type {const} */ ({
   UNSHARDED: 2,
   REDUCING: 3,
 });
+
+/** @type {Readonly<Record<string, string>>} */
+export const MEANINGS = {
+  "sharded params": "the shards of this rank, with padding",
+  "unsharded params": "whole parameters of units, from unshard to reshard",
+  "all-gather buffers": "inputs and outputs of all-gathers",
+  "unsharded grads": "whole gradients of units, from backward to the reduction",
+  "reduce-scatter buffers": "inputs of reductions",
+  "sharded grads": "this rank's part of the averaged gradients",
+  "optimizer state": "what the optimizer keeps for each parameter of the shard; for Adam, two numbers",
+  "activations": "what forward keeps for backward, and of checkpoints their inputs; a storage counts once",
+  "other": "bytes in none of the other classes",
+  "reserved": "bytes that are kept for reuse, and not in use",
+  "sharded": "each rank holds its shard only",
+  "all-gather in flight": "an all-gather is under way, and fills its output",
+  "unsharded": "the whole parameters are there",
+  "reducing": "a reduction of its gradients is under way"
+};
