@@ -49,11 +49,13 @@ from workbench.engine._torch import (
     drop_own_parameter,
     drop_post_accumulate_hooks,
     dtensor_of,
+    fake_device,
     fakes,
     flattened_mesh,
     forbid_reading,
     gather_old_shards,
     group_allocator,
+    has_constant,
     has_grad_hooks,
     has_own_grad_dtype,
     has_own_setattr,
@@ -65,6 +67,7 @@ from workbench.engine._torch import (
     is_transforming,
     joined_mesh,
     local_of,
+    make_fake,
     make_spec,
     name_groups_from,
     named_groups,
@@ -917,6 +920,18 @@ def fake_world():
     assert [mesh.mesh.tolist(), user_mesh.mesh.tolist(), mesh.device_type] == [[0, 1], [0, 1], "cpu"]
     assert one == 1.0
     return [is_fake(each) for each in (tensor, given, model.weight, real, torch.empty(1))]
+
+
+def test_a_tensor_without_data_is_made_by_its_form():
+    with fakes():
+        base, meta, number = torch.empty(12), torch.empty(2, device="meta"), torch.tensor(3)
+        new = make_fake(((2, 3), (1, 2), 0, torch.bfloat16), base, None)
+        view = make_fake(((2, 3), (3, 1), 6, torch.float32), base, base)
+    assert [new.shape, new.stride(), new.dtype] == [(2, 3), (1, 2), torch.bfloat16]
+    assert [_torch.storage_of(each) == _torch.storage_of(base) for each in (new, view)] == [False, True]
+    assert [is_fake(each) for each in (new, view)] == [True, True]
+    assert [fake_device(each).type for each in (new, view, meta)] == ["cpu", "cpu", "meta"]
+    assert [has_constant(each) for each in (new, view, number)] == [False, False, True]
 
 
 def test_tensors_without_data_are_made_moved_and_told_from_others():

@@ -112,6 +112,7 @@ def test_what_a_plan_cannot_know_or_may_not_do_is_refused(before, inside, senten
     [
         ("model.to('cuda').cuda(0)", "torch.save(model.state_dict(), 'x.pt')"),
         ("model.to(torch.bfloat16).to(torch.float32)", "x.to('cuda:0', non_blocking=True).cuda()"),
+        ("model = nn.Linear(8, 1, device='meta').to_empty(device='cuda')", ""),
         ("torch.cuda.set_device(3)", "torch.zeros(3, device='cuda') + loss.item()"),
         (
             "from torch.utils.data import DataLoader",

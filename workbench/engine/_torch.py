@@ -402,6 +402,34 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def has_constant(fake: torch.Tensor) -> bool:
+    """Return whether torch knows the numbers in a tensor without data."""
+    return cast("Any", fake).constant is not None
+
+
+def fake_device(fake: torch.Tensor) -> torch.device:
+    """Return the device that a tensor without data is said to be on."""
+    device: torch.device = cast("Any", fake).fake_device
+    return device
+
+
+def make_fake(form: tuple[Any, ...], like: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor without data as an operation on ``like`` would.
+
+    Args:
+        form: its shape, stride, offset and dtype.
+        like: a tensor without data.
+        base: the tensor whose storage it has; None: a new one.
+    """
+    shape, stride, offset, dtype = form
+    with torch._C._DisableTorchDispatch():
+        if base is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            made = torch.empty((), dtype=dtype, device="meta").set_(base.untyped_storage(), offset, shape, stride)
+    return FakeTensor(cast("Any", like).fake_mode, made, fake_device(like))
+
+
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """What an operation raises on tensors without data if its result depends on values."""
 

@@ -62,7 +62,7 @@ class ShardLayout:
         rows = self.shape[self.dim]
         return min(rank * self.padded_rows, rows), min((rank + 1) * self.padded_rows, rows)
 
-    @property
+    @cached_property
     def rows_per_rank(self) -> tuple[int, ...]:
         """Number of rows of each rank, without padding."""
         bounds = (self.rows_of(rank) for rank in range(self.num_shards))

@@ -49,8 +49,12 @@ ParamGroup = _fsdp_param_group.FSDPParamGroup
 State = _fsdp_state.FSDPState
 
 
-DispatchMode = TorchDispatchMode
-"""Mode whose ``__torch_dispatch__`` runs for every operation within its body."""
+class DispatchMode(TorchDispatchMode):
+    """Mode whose ``__torch_dispatch__`` runs for every operation within its body; a compiler may look into it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # True wraps each call in two functions
+        return False
 
 
 # ---- c10d

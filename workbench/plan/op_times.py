@@ -8,7 +8,7 @@ Arithmetic is counted for matrix products, convolutions and attention, by the fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from workbench.base.machines import TF32
-from workbench.engine._torch import named_groups, storage_of
+from workbench.engine._torch import fake_device, is_fake, named_groups, storage_of
 from workbench.engine.backends.simulated import SimulatedDevice, SimulatedWork
 from workbench.events import Kind
 from workbench.models._torch_private import HAS_HOOKS, CallObserver, DispatchMode
+from workbench.plan.op_outcomes import OpOutcomes
 from workbench.protocol.planning import PlannedRanks
 from workbench.replay.collectives import ring_bytes
 
@@ -53,6 +54,8 @@ _FUNCTIONAL = {
 }
 """Operators of functional collectives."""
 
+_DEVICE = torch.ops.prim.device.default
+
 
 class OpTimes(DispatchMode):
     """Within the block, each operation of this thread adds its time to the device's current stream.
@@ -66,6 +69,7 @@ class OpTimes(DispatchMode):
     def __init__(self, device: SimulatedDevice, ranks: PlannedRanks, calls: CallObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._ranks, self._calls = device, ranks, calls
+        self._outcomes = OpOutcomes(_work)
         self._under_way: dict[int, Any] = {}  # functional collectives, by the storage of their results
 
     def __torch_dispatch__(
@@ -80,22 +84,20 @@ class OpTimes(DispatchMode):
             return NotImplemented  # which calls the same on its local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+        if func is _DEVICE and is_fake(args[0]):  # autograd asks it all the time
+            return fake_device(args[0])
+        result, work = self._outcomes.call(func, args, kwargs or {})
         if func.namespace == "_c10d_functional":
             self._call_functional(func, args, result)
-        elif not _is_free(func):
-            self._compute(func, args, kwargs or {}, result)
+        elif work is not None:
+            self._compute(work)
         return result
 
-    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> None:  # noqa: ANN401
+    def _compute(self, work: _Work) -> None:
         machine = self._ranks.machine
-        tensors = _tensors((args, kwargs, result))
-        moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        seconds = moved / machine.memory_rate
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            flops = int(formula(*args, **kwargs, out_val=result))
-            seconds = max(seconds, flops / machine.peak(_dtype_of(tensors)))
+        seconds = work.moved / machine.memory_rate
+        if work.flops:
+            seconds = max(seconds, work.flops / machine.peak(_peak_of(work.dtype)))
         self._device.host.now_ns += machine.launch_ns
         self._device.current_stream().add(round(seconds * 1e9))
 
@@ -169,9 +171,29 @@ def _is_free(func: Any) -> bool:  # noqa: ANN401
     )
 
 
-def _dtype_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the dtype in which a device multiplies: that of the first tensor of floating point."""
-    dtype = next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32)
+class _Work(NamedTuple):
+    """What an operation does: bytes that it reads and writes, its arithmetic, and the dtype of it."""
+
+    moved: int
+    flops: int
+    dtype: torch.dtype
+
+
+def _work(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> _Work | None:  # noqa: ANN401
+    """Return what an operation does on the device; None: nothing."""
+    if _is_free(func):
+        return None
+    tensors = _tensors((args, kwargs, result))
+    formula = flop_registry.get(func._overloadpacket)
+    return _Work(
+        moved=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
+        dtype=next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32),
+    )
+
+
+def _peak_of(dtype: torch.dtype) -> str:
+    """Return the name of the rate at which a device multiplies in a dtype."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return TF32
     return str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from workbench.engine._torch import is_fake
 from workbench.engine.full_param import local_tensor
 
 _MADE = "_workbench_made_by_to_empty"
@@ -128,7 +129,7 @@ def _is_raw(local: torch.Tensor, *, is_vector: bool, of_param: bool) -> bool:
 
     Vectors of zeros, such as biases, are usual parameters.
     """
-    if local.is_meta or not local.numel():
+    if local.is_meta or is_fake(local) or not local.numel():
         return False
     if not local.count_nonzero():
         return not (is_vector and of_param)
@@ -141,11 +142,11 @@ def _is_raw(local: torch.Tensor, *, is_vector: bool, of_param: bool) -> bool:
 def digest(tensor: torch.Tensor) -> int:
     """Return a checksum of this rank's bytes of a tensor: their sum, as words of 4 bytes where they divide it.
 
-    0 for a tensor without bytes, such as one on the meta device. The sum is taken on the tensor's device, and does not
-    see an exchange of words; it sees that a tensor was drawn, trained or loaded differently.
+    0 for a tensor without bytes, such as one on the meta device or of a plan. The sum is taken on the tensor's device,
+    and does not see an exchange of words; it sees that a tensor was drawn, trained or loaded differently.
     """
     local = local_tensor(tensor).detach()
-    if local.is_meta or not local.numel() or local.layout is not torch.strided:
+    if local.is_meta or is_fake(local) or not local.numel() or local.layout is not torch.strided:
         return 0
     flat = local.contiguous().reshape(-1)
     words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
