@@ -25,7 +25,7 @@ from workbench.cluster import Cluster
 from workbench.cluster.attached import AttachTarget
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.engine_provider import OnWait, no_wait
-from workbench.cluster.pending_replies import select
+from workbench.cluster.pending_replies import Output, select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.errors import Interrupted, TraceError, UsageError, WorkbenchError, did_you_mean
@@ -41,6 +41,7 @@ from workbench.protocol.commands import (
     InjectFault,
     Inspect,
     Lint,
+    Plan,
     Reshard,
     Run,
     Shard,
@@ -52,7 +53,6 @@ from workbench.protocol.commands import (
     to_text,
 )
 from workbench.protocol.example import EXAMPLE
-from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.activations import comparable
 from workbench.replay.units import collectives_words, unmanaged_notes
@@ -61,6 +61,7 @@ from workbench.reports import run_where
 from workbench.reports.explain_report import ExplainReport
 from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
+from workbench.reports.fit_report import FitReport
 from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
 from workbench.reports.pause_results import (
@@ -96,6 +97,7 @@ from workbench.reports.results import (
 from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
+from workbench.script.fit_search import FitSearch
 from workbench.script.planner import plan_program
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.program import CompletedCommand, Program
@@ -110,6 +112,7 @@ from workbench.trace.file import load, save
 from workbench.trace.read_recording import RecordingReader
 from workbench.views import VIEWS, draw
 from workbench.views.compare import draw as draw_compared
+from workbench.views.fit import fit as fit_figure
 
 PLAN = "plan"
 """The name of the newest plan, as a side of ``compare``."""
@@ -1152,7 +1155,9 @@ class Workbench:
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 
     def picture(self, result: object) -> go.Figure | None:
-        """Return the figure that proves an explanation, with the events that it names; None for any other result."""
+        """Return the figure of a search, or of an explanation with the events that it names; None for other results."""
+        if isinstance(result, FitReport):
+            return fit_figure(result.policies, result.limit_bytes, result.headline)
         report = result if isinstance(result, ExplainReport) else None
         if report is None or report.picture is None:
             return None
@@ -1269,7 +1274,7 @@ class Workbench:
         out: str | os.PathLike[str] = "",
         on_output: OnOutput = no_output,
         **change: Any,  # noqa: ANN401 - of reshard
-    ) -> PlanReport:
+    ) -> PlanReport | FitReport:
         """Return what the program of the ranks would need and take on other machines, which need not exist.
 
         ``compare("plan", "last")`` then shows the difference to what was measured here.
@@ -1282,23 +1287,32 @@ class Workbench:
             fn: the step function.
             out: the trace file to write; empty: none.
             on_output: as for :meth:`run_cell`.
-            change: options of :class:`~workbench.protocol.commands.Reshard`: how the model would be sharded.
+            change: options of :class:`~workbench.protocol.commands.Reshard`: how the model would be sharded;
+                ``checkpoint``: classes whose modules keep only their inputs for backward; and ``fit``: with a size such
+                as ``"80GB"``, or ``"device"``, search the policies for what fits into that many bytes a rank.
 
         Raises:
             UsageError: the program cannot be planned as given.
             RankError, RankDied, Interrupted: the program failed on the planned rank, or was interrupted.
         """
         try:
-            command = Reshard(model, **change)
+            command = Plan(model, ranks=ranks, hosts=hosts, device=device, fn=fn, **change)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         known = {info.name: info for info in next(iter(self.models().values()), ())}
         if model not in known:
             raise UsageError(f"the ranks have no model {model!r}{did_you_mean(model, known)}")
-        planned = planned_ranks(device, ranks, hosts)
-        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as folder:
-            report = plan_program(self.program, known[model], command, fn, planned, Path(folder), on_output)
-            self._planned = load(Path(folder) / "plan.trace")
+        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as name:
+            folder = Path(name)
+            if command.fit:
+                search = FitSearch(
+                    lambda each: plan_program(self.program, known[model], each, folder, no_output),
+                    lambda each: f"%fsdp {to_text(each)}",
+                    lambda each: on_output(Output("stdout", text=f"{each}\n")),
+                )
+                return search.limit(command.fit).run(command)
+            report = plan_program(self.program, known[model], command, folder, on_output)
+            self._planned = load(folder / "plan.trace")
             if out:
                 save(self._planned, file_at(out))
         return dataclasses.replace(report, trace=os.fspath(out) or PLAN)

@@ -476,6 +476,8 @@ export interface Plan extends Omit<Reshard, "word"> {
   readonly ranks?: number;
   readonly hosts?: number | null;
   readonly device?: "a100-40gb" | "a100-80gb" | "h100-80gb" | "h200-141gb" | "b200-180gb";
+  readonly fit?: string;
+  readonly checkpoint?: readonly string[];
   readonly fn?: string;
   readonly out?: string;
 }

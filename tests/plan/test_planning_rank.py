@@ -12,15 +12,17 @@ from tests.helpers.watched import watch
 from workbench.base.codec import encode
 from workbench.base.machines import DEFAULT, MACHINES
 from workbench.engine import process_groups
-from workbench.events import Edge, Kind
+from workbench.events import Category, Edge, Kind
 from workbench.models.engines import ACTIVATIONS
 from workbench.plan import planning_rank
-from workbench.protocol.planning import PlannedRun
+from workbench.protocol.commands import Reshard
+from workbench.protocol.planning import CALLED, PlannedRun, planned_ranks
 from workbench.replay.training import summary
+from workbench.reports.plan_report import described
 from workbench.trace import load
 
 
-def run_plan(script, out, num_ranks):
+def run_plan(script, out, num_ranks, change, checkpoint):
     """Plan a script in this process, which has no group."""
     process_groups.forget_all()
     dist.destroy_process_group()
@@ -34,6 +36,8 @@ def run_plan(script, out, num_ranks):
                     num_hosts=1,
                     steps=STEPS,
                     out=str(out),
+                    change=Reshard(CALLED, **change),
+                    checkpoint=checkpoint,
                 )
             )
         )
@@ -42,10 +46,10 @@ def run_plan(script, out, num_ranks):
         dist.init_process_group("fake", rank=0, world_size=1)
 
 
-def planned(folder, text, num_ranks):
+def planned(folder, text, num_ranks, checkpoint=(), **change):
     script, out = folder / "script.py", folder / "planned.trace"
     script.write_text(f"import sys\nsys.path.insert(0, {str(REPO)!r})\n{text}")
-    run_ranks(1, run_plan, script, out, num_ranks, fresh=True)
+    run_ranks(1, run_plan, script, out, num_ranks, change, checkpoint, fresh=True)
     return load(out)
 
 
@@ -131,6 +135,41 @@ def test_what_scripts_for_gpus_do_is_planned_without_one(before, inside, tmp_pat
     trace = planned(tmp_path, MODEL.format(before=before, inside=inside), 4)
     assert [step for step in trace.rank(0).steps if step >= 0] == [0, 1]
     assert not list(tmp_path.glob("*.pt"))
+
+
+CHANGES = {
+    "reshard_after_forward": ({"reshard_after_forward": "true"}, {"reshard_after_forward": "false"}),
+    "checkpoint": ({"checkpoint": ("Block",)}, {}),
+    "offload": ({"offload": True}, {}),
+    "mesh": ({}, {"mesh": (2, 2)}),
+    "wrap": ({}, {"wrap": ("Linear",)}),
+}
+
+
+@pytest.mark.parametrize("option", CHANGES)
+def test_a_script_is_planned_with_another_policy(option, tmp_path):
+    script = "from tests.helpers.planned_models import train\ntrain('default', 9)"
+    lean, other = (
+        described(planned(tmp_path, script, 4, **change), planned_ranks(DEFAULT, 4, 1), "")
+        for change in CHANGES[option]
+    )
+    policies = [
+        {(unit.reshard_after_forward, unit.offload, unit.replicate_size) for unit in live(report)}
+        for report in (lean, other)
+    ]
+    changed = {
+        "reshard_after_forward": policies == [{(True, False, 1)}, {(False, False, 1)}],
+        "checkpoint": lean.peak_bytes_by_category[Category.ACTIVATIONS] < other.peak_bytes,
+        "offload": [report.host_bytes > 0 for report in (lean, other)] == [True, False],
+        "mesh": [{size for *_, size in each} for each in policies] == [{1}, {2}],
+        "wrap": len(live(lean)) < len(live(other)),
+    }
+    assert changed[option]
+    assert option == "wrap" or lean.peak_bytes <= other.peak_bytes
+
+
+def live(report):
+    return [unit for unit in report.units if not (unit.retired or unit.gone)]
 
 
 def test_a_step_takes_as_long_as_its_arithmetic(tmp_path):

@@ -15,6 +15,7 @@ REPORT = PlanReport(
     peak_bytes_by_category={Category.OPTIMIZER_STATE: 60 * GIB, Category.SHARDED_PARAMS: 21 * GIB},
     peak_unit="blocks.3",
     memory_bytes=80 * GIB,
+    host_bytes=0,
     step_ns=1_500_000_000,
     collectives=(),
     trace="run.plan.trace",

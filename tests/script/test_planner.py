@@ -9,8 +9,7 @@ from tests.plan.test_planning_rank import MODEL
 from workbench.cli.main import main
 from workbench.errors import UsageError
 from workbench.events import Category
-from workbench.protocol.commands import Reshard, Shard, Step
-from workbench.protocol.planning import planned_ranks
+from workbench.protocol.commands import Plan, Reshard, Shard, Step
 from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
 from workbench.script.planner import plan_program, planned_shard
 from workbench.session.program import CompletedCell, CompletedCommand, Program
@@ -39,6 +38,13 @@ def test_the_command_says_what_a_rank_needs(tmp_path, monkeypatch, capsys):
         (["--ranks", "0"], 1, "a plan is for at least 1 rank, not 0"),
         (["--ranks", "10", "--hosts", "4"], 1, "10 ranks do not divide into 4 hosts"),
         (["--steps", "0"], 2, "a plan needs at least 1 step, not 0"),
+        (
+            ["--fit", "much"],
+            2,
+            "fit takes a size such as 80GB or 74.5GiB, or device",
+        ),
+        (["--checkpoint", "3"], 1, "checkpoint takes names of module classes such as Block, not '3'"),
+        (["--ranks", "6", "--mesh", "4"], 2, "mesh 4"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, status, sentence, tmp_path, capsys):
@@ -165,8 +171,8 @@ def test_a_program_is_planned_without_its_steps_and_with_one_sharding(tmp_path):
         CompletedCommand(command=Reshard("model", mp="bf16"), reply=None),
     ]
     program = Program(device="cpu", ranks_per_host=(2,), entries=tuple(entries))
-    ranks = planned_ranks("a100-40gb", 8, None)
-    report = plan_program(program, SHARDED, Reshard("model", mp="off"), "train_step", ranks, tmp_path, lambda _: None)
+    command = Plan("model", mp="off", ranks=8, device="a100-40gb")
+    report = plan_program(program, SHARDED, command, tmp_path, lambda _: None)
     assert (report.num_ranks, report.num_hosts, report.step) == (8, 1, 1)
     kept = 4 * (64 + 8 + 64 + 8)  # both layers, each row of the second padded to eight
     assert report.peak_bytes_by_category[Category.UNSHARDED_PARAMS] == kept

@@ -7,25 +7,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from workbench import INSTALL, __version__
 from workbench.base.machines import DEFAULT
 from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
+from workbench.protocol.arguments import argument_of
+from workbench.protocol.commands import Plan, to_text
+
+if TYPE_CHECKING:
+    from workbench.reports.plan_report import PlanReport
+    from workbench.session.outputs import OnOutput
 
 TOUR = "01_tour.ipynb"
 
 _PACKAGE = Path(__file__).parents[1]
 _CHECKOUT = _PACKAGE.parent / "notebooks"  # of a clone
 _INSTALLED = _PACKAGE / "notebooks"  # of a wheel
+_PLANNED = ("fit", "checkpoint", "wrap", "mesh", "reshard_after_forward", "mp", "offload")
+"""Options of ``%fsdp plan`` that ``workbench plan`` has too."""
+
 _RUN_SCRIPTS = {"lint", "verify", "plan"}  # what follows the script's name, or --, is for the script
 _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of jupyter_server
 
@@ -242,9 +254,29 @@ def _add_plan(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     plan.add_argument(
         "--steps", type=int, default=2, metavar="N", help="steps to run; the last is described (default 2)"
     )
-    plan.add_argument("--out", metavar="FILE", help="the trace to write (default: the script's name, with .plan.trace)")
+    plan.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the trace to write (default: the script's name, with .plan.trace); with --fit, the picture (.plan.html)",
+    )
+    declared = {f.name: argument_of(f) for f in fields(Plan)}
+    for name in _PLANNED:
+        known = declared[name]
+        flag, about = f"--{name.replace('_', '-')}", known.about.replace("%", "%%")
+        if known.is_switch and name == "offload":
+            plan.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=about)
+        else:
+            read = partial(_read_option, known.read)
+            plan.add_argument(flag, type=read, default=argparse.SUPPRESS, metavar=known.metavar, help=about)
     plan.add_argument("-m", dest="module", action="store_true", help="the script is a module, as for python -m")
     plan.add_argument("script", help="the training script; all other arguments are its own, and so are those after --")
+
+
+def _read_option(read: Callable[[str], Any], text: str) -> Any:  # noqa: ANN401 - of the option
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -451,17 +483,41 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from workbench.protocol.planning import planned_ranks  # noqa: PLC0415
+    from workbench.protocol.planning import CALLED, planned_ranks  # noqa: PLC0415
+    from workbench.script.fit_search import FitSearch  # noqa: PLC0415
     from workbench.script.planner import plan_script  # noqa: PLC0415
+    from workbench.session.request import no_output  # noqa: PLC0415
+    from workbench.views.fit import fit as fit_figure  # noqa: PLC0415
 
-    ranks = planned_ranks(args.device, args.ranks, args.hosts)
-    out = args.out or f"{Path(args.script).stem}.plan.trace"
+    planned_ranks(args.device, args.ranks, args.hosts)
+    given = {name: getattr(args, name) for name in ("ranks", "hosts", "device", *_PLANNED) if hasattr(args, name)}
     try:
-        report = plan_script(args.script, args.rest, ranks, out, _show_output, module=args.module, steps=args.steps)
+        command = Plan(CALLED, **given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    words = shlex.join([*(["-m"] if args.module else []), args.script, *args.rest])
+    out = args.out or f"{Path(args.script).stem}.plan.{'html' if command.fit else 'trace'}"
+
+    def plan(each: Plan, path: str, on_output: OnOutput) -> PlanReport:
+        return plan_script(args.script, args.rest, each, path, on_output, module=args.module, steps=args.steps)
+
+    try:
+        if not command.fit:
+            report = plan(command, out, _show_output)
+            _write_report(args, report)
+            return int(not report.fits)
+        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as folder:
+            search = FitSearch(
+                lambda each: plan(each, f"{folder}/plan.trace", no_output),
+                lambda each: f"workbench {to_text(each).replace(f'plan {CALLED}', 'plan', 1)} {words}",
+                lambda each: sys.stderr.write(f"{each.replace(CALLED, args.script, 1)}\n"),
+            )
+            found = search.limit(command.fit).run(command)
     except WorkbenchError as error:
         return _fail_of_script(args, error)
-    _write_report(args, report)
-    return int(not report.fits)
+    fit_figure(found.policies, found.limit_bytes, found.headline).write_html(out)
+    _write_report(args, found)
+    return int(not found.best)
 
 
 def _mcp(args: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from workbench.engine.agreement import Agreement, Holdings, units_holdings
 from workbench.engine.backends import backend_of
@@ -252,7 +253,7 @@ def _precision(policy: MixedPrecisionPolicy | PolicyFn, call: ShardCall) -> Mixe
 
 
 def _ranks(mesh: DeviceMesh) -> list[int]:
-    return sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
+    return sorted(map(int, tree_leaves(mesh.mesh.tolist())))
 
 
 # ---- which calls

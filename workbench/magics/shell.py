@@ -33,7 +33,7 @@ from workbench.protocol.arguments import Names
 from workbench.protocol.breakpoints import EVENTS
 from workbench.protocol.commands import Cell, Command, Continue, Example, Help, Next, Run, Step
 from workbench.protocol.example import EXAMPLE, INSERTED
-from workbench.reports.explain_report import linked
+from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
 from workbench.reports.pause_results import StopReport
@@ -104,7 +104,7 @@ class FsdpMagics(Magics):
         if figure is None:
             show(value)
         else:
-            publish(linked(value, figure))
+            publish(linked(value, figure) if isinstance(value, ExplainReport) else value._repr_mimebundle_())
             show(figure)
         return None
 

@@ -11,14 +11,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from workbench.base.codec import decode, encode
@@ -31,10 +34,10 @@ from workbench.errors import UsageError
 from workbench.events import Edge, Kind
 from workbench.models.engines import ACTIVATIONS, use_ours_as_torchs
 from workbench.plan.op_times import OpTimes
-from workbench.protocol.commands import Run
-from workbench.protocol.planning import PLANNED, PlannedRanks, PlannedRun, planned_ranks
+from workbench.protocol.commands import Reshard, Run
+from workbench.protocol.planning import CALLED, PLANNED, PlannedRanks, PlannedRun, planned_ranks
 from workbench.protocol.starting import Boot, Connect, HostInfo
-from workbench.runtime import piped_rank, rank
+from workbench.runtime import piped_rank, rank, sharding
 from workbench.runtime.recorder import Recorder
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.file import save
@@ -143,6 +146,7 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
     with ExitStack() as world:
         world.enter_context(_changing_nothing())
         world.enter_context(_ending_after(run.steps, runtime))
+        world.enter_context(_changing_first_model(run, runtime))
         _wait_at_ends_of_steps(runtime.recorder, device)
         without_data = world.enter_context(fakes())
         world.enter_context(_loading(without_data))
@@ -151,11 +155,12 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
         with suppress(PlanEnded):
             runtime.execute(Run(run.script, run.args, module=run.module))
     steps = runtime.recorder.next_step
+    model = vars(sys.modules["__main__"]).get(CALLED)
     device.synchronize()
     drained = runtime.recorder.drain(0)
     rows = np.frombuffer(drained.rows, ROW_DTYPE)
     save(Trace(runtime.recorder.header, (RankTrace(0, rows, KeyFrame()),)), run.out)
-    return {"steps": steps}
+    return {"steps": steps, "blocks": sorted(sharding.repeated_class(model)) if model is not None else []}
 
 
 def _become_rank(ranks: PlannedRanks) -> None:
@@ -231,6 +236,27 @@ def _ending_after(steps: int, runtime: rank.RankRuntime) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _changing_first_model(run: PlannedRun, runtime: rank.RankRuntime) -> Iterator[None]:
+    """In the body, change the first model that is called, just before: its sharding, and what it checkpoints."""
+    call = nn.Module.__call__
+
+    def change(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of the model
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        setattr(sys.modules["__main__"], CALLED, model)
+        if run.change != Reshard(CALLED):
+            sharding.change_sharding(run.change, runtime)
+        for module in sharding.modules_of_classes(model, run.checkpoint) if run.checkpoint else ():
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        return model(*args, **kwargs)
+
+    nn.Module.__call__ = change  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
 @contextmanager

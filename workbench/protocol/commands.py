@@ -382,9 +382,7 @@ class _Sharding(Command):
         _check_model(model)
         self._read_python()
         _set(self, wrap=_tuple(self.wrap), mesh=read_mesh(self.mesh))
-        for cls in self.wrap:
-            if not _is_name(cls):
-                raise ValueError(f"wrap takes names of module classes such as Block, not {cls!r}")
+        _check_classes("wrap", self.wrap)
         if self.mesh and self.mesh != HOSTS:
             check_mesh(self.mesh_shape)
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -565,8 +563,25 @@ class Plan(Reshard):
     ranks: int = argument("number of ranks (default 8)", default=8, read=number)
     hosts: int | None = argument("number of hosts (default: as few as their devices need)", default=None, read=number)
     device: str = argument(f"device, such as a100-80gb (default {DEFAULT})", default=DEFAULT, choices=tuple(MACHINES))
+    fit: str = argument(
+        "search the policies for what fits into that many bytes a rank; device: into the device's memory",
+        default="",
+        metavar="80GB|device",
+    )
+    checkpoint: Sequence[str] = argument(
+        "module classes; each instance keeps only its inputs for backward, and computes forward again (default: none)",
+        default=(),
+        metavar="CLASS,...",
+        read=several,
+        completes="classes",
+    )
     fn: str = argument("the step function (default train_step)", default="train_step", completes="variables")
     out: str = argument("trace file to write (default: none)", default="", metavar="FILE", completes="files")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _set(self, checkpoint=_tuple(self.checkpoint))
+        _check_classes("checkpoint", self.checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1414,6 +1429,13 @@ def _set(command: Command, **fields: object) -> None:
 def _tuple(names: Sequence[str]) -> tuple[str, ...]:
     """Return the names as a tuple; a single string is one name."""
     return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check_classes(option: str, names: Sequence[str]) -> None:
+    """Raise unless an option has names of classes."""
+    for name in names:
+        if not _is_name(name):
+            raise ValueError(f"{option} takes names of module classes such as Block, not {name!r}")
 
 
 def _check_model(model: object) -> None:

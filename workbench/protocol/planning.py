@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from workbench.base.machines import Machine, machine
 from workbench.errors import UsageError
+from workbench.events import Category
+from workbench.protocol.commands import Reshard
 
 PLANNED = "WORKBENCH_PLAN"
 """Environment variable that tells a script that it is planned."""
+
+
+CALLED = "planned_model"
+"""Variable of the first model that a script calls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +31,8 @@ class PlannedRun:
         num_hosts: number of hosts.
         steps: number of steps after which the script is ended.
         out: the trace file to write.
+        change: how the first model that the script calls is sharded then; what is not given stays as it is.
+        checkpoint: classes whose modules that model calls within a checkpoint.
     """
 
     script: str
@@ -35,6 +43,39 @@ class PlannedRun:
     num_hosts: int
     steps: int
     out: str
+    change: Reshard = field(default_factory=lambda: Reshard(CALLED))
+    checkpoint: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPolicy:
+    """A policy under which a program was planned.
+
+    Attributes:
+        options: the options that differ from the program's own policy, as typed; empty: none.
+        line: the line that plans it.
+        num_ranks: number of ranks.
+        peak_bytes: most bytes in use at once, of one rank.
+        peak_bytes_by_category: bytes of each class at that moment.
+        step_ns: duration of a step.
+        fits: whether the peak fits.
+        is_best: whether it fits, and no other policy that was planned needs less memory and is as fast, or is faster
+            and needs as little.
+    """
+
+    options: str
+    line: str
+    num_ranks: int
+    peak_bytes: int
+    peak_bytes_by_category: Mapping[Category, int]
+    step_ns: int
+    fits: bool
+    is_best: bool = False
+
+    @property
+    def words(self) -> str:
+        """The options, in words if there are none."""
+        return self.options or "as it is"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from workbench.base.text_formats import format_bytes, format_duration, plural
-from workbench.events import Category
+from workbench.events import Category, Kind, Unit
 from workbench.protocol.planning import PlannedRanks
 from workbench.replay.training import summary
 from workbench.reports.report import Report
 from workbench.reports.view_numbers import CollectiveTotal, CommsReport, MemoryReport, numbers
-from workbench.trace.columns import Trace
+from workbench.trace.columns import RankTrace, Trace
 
 NOT_COUNTED = "a device's context, buffers of its communicators, and what its allocator rounds up"
 
@@ -31,12 +33,16 @@ class PlanReport(Report):
         peak_bytes_by_category: bytes of each class at that moment.
         peak_unit: the unit at work; None: none.
         memory_bytes: memory of the device.
+        host_bytes: bytes of offloaded shards, gradients and optimizer state, which are in the host's memory.
         step_ns: duration of the step, at the published peaks of the device.
         collectives: the collectives of the step, by kind.
         trace: the trace file.
+        units: the units of the model.
+        blocks: class of the model's repeated block, if it has one.
     """
 
     computed = ("headline", "fits")
+    internal = ("units", "blocks")
 
     device: str
     num_ranks: int
@@ -46,9 +52,12 @@ class PlanReport(Report):
     peak_bytes_by_category: Mapping[Category, int]
     peak_unit: str | None
     memory_bytes: int
+    host_bytes: int
     step_ns: int
     collectives: tuple[CollectiveTotal, ...]
     trace: str
+    units: tuple[Unit, ...] = ()
+    blocks: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -85,6 +94,7 @@ class PlanReport(Report):
         view = f"workbench view {self.trace}, or " if Path(self.trace).suffix else ""
         return [
             ("at the peak", f"{held}{at_work}"),
+            *([("on the host", format_bytes(self.host_bytes))] if self.host_bytes else []),
             ("collectives", sent or "none"),
             ("not counted", NOT_COUNTED),
             ("time", "at the peak rates that the vendor publishes, which no program reaches"),
@@ -92,9 +102,38 @@ class PlanReport(Report):
         ]
 
 
+_OFFLOADED = (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)
+
+
+def _on_host(trace: Trace) -> tuple[Category, ...]:
+    """Return the classes that are in the host's memory: none, unless all units offload."""
+    units = [unit for unit in trace.header.units if not (unit.retired or unit.gone)]
+    return _OFFLOADED if units and all(unit.offload for unit in units) else ()
+
+
+def _on_device(trace: Trace) -> Trace:
+    """Return a trace without the memory of the host."""
+    hosts = _on_host(trace)
+    if not hosts:
+        return trace
+
+    def kept(rank: RankTrace) -> RankTrace:
+        moves = np.isin(rank.rows["kind"], [Kind.ALLOC, Kind.FREE])
+        return replace(rank, rows=rank.rows[~(moves & np.isin(rank.rows["category"], hosts))])
+
+    return replace(trace, ranks=tuple(map(kept, trace.ranks)))
+
+
+def _held(trace: Trace) -> Mapping[Category, int]:
+    """Return the bytes of each class at the end of a planned trace."""
+    (rank,) = cast("MemoryReport", numbers("memory", trace)).ranks
+    return rank.last_bytes_by_category
+
+
 def described(trace: Trace, ranks: PlannedRanks, path: str) -> PlanReport:
     """Return the report of a planned trace: of its last step."""
-    memory = cast("MemoryReport", numbers("memory", trace))
+    memory = cast("MemoryReport", numbers("memory", _on_device(trace)))
+    host = sum(_held(trace)[category] for category in _on_host(trace))
     comms = cast("CommsReport", numbers("comms", trace))
     (rank,) = memory.ranks
     times = summary(trace).step_times
@@ -109,5 +148,7 @@ def described(trace: Trace, ranks: PlannedRanks, path: str) -> PlanReport:
         memory_bytes=ranks.machine.memory_bytes,
         step_ns=int(times.high[-1]) if len(times.steps) else 0,
         collectives=comms.totals,
+        host_bytes=host,
         trace=path,
+        units=tuple(trace.header.units),
     )

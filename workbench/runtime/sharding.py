@@ -195,7 +195,7 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
             f"{', '.join(ran)} of {command.model!r} {'are' if len(ran) > 1 else 'is'} sharded already, and ran "
             f"without the rest; unshard first: %fsdp unshard {command.model}"
         )
-    inner = _modules_to_wrap(model, command.wrap)
+    inner = modules_of_classes(model, command.wrap)
     ignored = _matching(model, command.ignore, "--ignore ")
     _check_fits(command, world_size)
     return model, inner, ignored
@@ -203,12 +203,12 @@ def chosen(command: Shard, world_size: int) -> tuple[nn.Module, list[nn.Module],
 
 @does(Reshard)
 def reshard(command: Reshard, rank: RankContext) -> ShardReply:
-    """Do as :func:`_reshard`, and check a model that it has changed; collective."""
-    done = replace(_reshard(command, rank), first_step=rank.recorder.next_step)
+    """Do as :func:`change_sharding`, and check a model that it has changed; collective."""
+    done = replace(change_sharding(command, rank), first_step=rank.recorder.next_step)
     return _linted(done, rank) if done.is_changed and "." not in command.model else done
 
 
-def _reshard(command: Reshard, rank: RankContext) -> ShardReply:
+def change_sharding(command: Reshard, rank: RankContext) -> ShardReply:
     """Give a sharded model another policy or API, or one of its units another policy; collective.
 
     Optimizers and their state are carried over.
@@ -296,7 +296,7 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPStat
         return find_module(whole), [], only
     model = find_sharded(command.model)
     _check_is_one(command.model, model)
-    inner = _modules_to_wrap(model, command.wrap) if command.wrap else []
+    inner = modules_of_classes(model, command.wrap) if command.wrap else []
     if is_anew(command, model):
         wanted = anew(command, model)
         _check_mesh(wanted, model)
@@ -708,8 +708,8 @@ def _name_units(model: nn.Module) -> None:
         state._lazy_init()
 
 
-def _modules_to_wrap(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that become units of their own, innermost first.
+def modules_of_classes(model: nn.Module, wrap: Sequence[str]) -> list[nn.Module]:
+    """Return the inner modules of these classes, of the repeated block's without any, innermost first.
 
     Raises:
         UsageError: the model contains no module of a class in ``wrap``.

@@ -11,8 +11,8 @@ from typing import Any, TypeGuard
 
 from workbench.base.codec import encode
 from workbench.errors import UsageError
-from workbench.protocol.commands import Reshard, Shard, ShardReply, Step, StepReply, Unshard
-from workbench.protocol.planning import PlannedRanks, PlannedRun
+from workbench.protocol.commands import Plan, Reshard, Shard, ShardReply, Step, StepReply, Unshard
+from workbench.protocol.planning import CALLED, PlannedRanks, PlannedRun, planned_ranks
 from workbench.protocol.policy import CLASSIC, WORKBENCH
 from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
 from workbench.reports.plan_report import PlanReport, described
@@ -35,28 +35,29 @@ class _PlannedRank(ScriptRanks):
     def _connect(self) -> None:
         """Do nothing: the rank has no peers."""
 
-    def run(self, planned: PlannedRun) -> int:
-        """Run a script's first steps; return their number."""
-        steps: int = self._call("plan", encode(planned))[0]["steps"]
-        return steps
+    def run(self, planned: PlannedRun) -> tuple[int, tuple[str, ...]]:
+        """Run a script's first steps; return their number, and the class of the model's repeated block, if any."""
+        reply = self._call("plan", encode(planned))[0]
+        return reply["steps"], tuple(reply["blocks"])
 
 
 def plan_script(
     script: str,
     args: Sequence[str],
-    ranks: PlannedRanks,
+    command: Plan,
     out: str | os.PathLike[str],
     on_output: OnOutput,
     *,
     module: bool = False,
     steps: int = 2,
 ) -> PlanReport:
-    """Plan a script on a cluster; write the trace of its first steps to ``out``.
+    """Plan a script; write the trace of its first steps to ``out``.
 
     Args:
         script: path of the script, or name of a module.
         args: its arguments.
-        ranks: the cluster.
+        command: the cluster, and how the first model that the script calls is sharded then; what is not given stays as
+            it is. Its model is :data:`CALLED`.
         out: the trace file.
         on_output: called with the script's output.
         module: whether ``script`` is a module.
@@ -68,6 +69,7 @@ def plan_script(
     """
     if steps < 1:
         raise UsageError(f"a plan needs at least 1 step, not {steps}")
+    ranks = planned_ranks(command.device, command.ranks, command.hosts)
     planned = PlannedRun(
         script=script if module else os.path.abspath(script),
         args=tuple(args),
@@ -77,25 +79,23 @@ def plan_script(
         num_hosts=ranks.num_hosts,
         steps=steps,
         out=os.path.abspath(out),
+        change=change_of(command, ranks),
+        checkpoint=tuple(command.checkpoint),
     )
     with _PlannedRank(1, on_output) as rank:
-        taken = rank.run(planned)
+        taken, blocks = rank.run(planned)
     if not taken:
         raise UsageError(f"{Path(script).name} took no training step: a step ends with an optimizer's step()")
-    return described(load(out), ranks, os.fspath(out))
+    return replace(described(load(out), ranks, os.fspath(out)), blocks=blocks)
 
 
-def plan_program(
-    program: Program, model: ModelInfo, change: Reshard, fn: str, ranks: PlannedRanks, folder: Path, on_output: OnOutput
-) -> PlanReport:
+def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path, on_output: OnOutput) -> PlanReport:
     """Plan what the ranks of a notebook have run so far, with another sharding of a model.
 
     Args:
         program: what they have run; its steps are left out.
         model: the model.
-        change: how it would be sharded; what is not given stays as it is.
-        fn: the step function.
-        ranks: the cluster.
+        command: the cluster, the step function, and how the model would be sharded; what is not given stays as it is.
         folder: a folder for the script and the trace, ``plan.trace``.
         on_output: called with the program's output.
 
@@ -104,15 +104,32 @@ def plan_program(
     """
     changes = [entry for entry in program.entries if _changes(entry, model.name)]
     shards = [entry.command for entry in changes if isinstance(entry.command, Shard)]
-    command = planned_shard(model, change, ranks.num_ranks, shards[-1].ignore if shards else ())
+    ranks = planned_ranks(command.device, command.ranks, command.hosts)
+    shard = planned_shard(model, change_of(command, ranks), ranks.num_ranks, shards[-1].ignore if shards else ())
     before = takewhile(lambda entry: not _changes(entry, model.name), program.entries)
     place = sum(not _trains(entry) for entry in before)
     kept = [entry for entry in program.entries if not (_trains(entry) or _changes(entry, model.name))]
-    entries = [*kept[:place], CompletedCommand(command=command, reply=_sharded(command)), *kept[place:]]
-    entries.append(CompletedCommand(command=Step(_STEPS, fn=fn), reply=_UNKNOWN))
+    entries = [*kept[:place], CompletedCommand(command=shard, reply=_sharded(shard)), *kept[place:]]
+    entries.append(CompletedCommand(command=Step(_STEPS, fn=command.fn), reply=_UNKNOWN))
     file = folder / "planned.py"
     file.write_text(write_script(replace(program, entries=tuple(entries)), WORKBENCH, file.name).text, "utf-8")
-    return plan_script(str(file), (), ranks, folder / "plan.trace", on_output)
+    named = Plan(CALLED, ranks=command.ranks, hosts=command.hosts, device=command.device, checkpoint=command.checkpoint)
+    return plan_script(str(file), (), named, folder / "plan.trace", on_output)
+
+
+def change_of(command: Plan, ranks: PlannedRanks) -> Reshard:
+    """Return how a plan changes the sharding of its model.
+
+    Raises:
+        UsageError: the mesh does not hold these ranks, or ``hosts`` does not fit another option.
+    """
+    change = Reshard(**{f.name: getattr(command, f.name) for f in fields(Reshard)})
+    try:
+        change = change.on_hosts([ranks.ranks_per_host] * ranks.num_hosts)
+        change.check_fits(ranks.num_ranks, 0)
+    except ValueError as error:
+        raise UsageError(f"{error} (the plan is for {ranks.num_ranks} ranks)") from error
+    return change
 
 
 def planned_shard(model: ModelInfo, change: Reshard, num_ranks: int, ignore: Sequence[str] = ()) -> Shard:
