@@ -510,41 +510,61 @@ class _KeptArray:
 
 
 class RandomStates:
-    """The states of Python's, NumPy's and torch's random number generators, and of those that were added."""
+    """The states of Python's, NumPy's and torch's random number generators, and of those that were added, by name."""
 
     def __init__(self) -> None:
-        self._sources: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-            (random.getstate, random.setstate),
-            (np.random.get_state, np.random.set_state),
-            _as_bytes(torch.get_rng_state, torch.set_rng_state),
-        ]
+        self._sources: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+            "python": (random.getstate, random.setstate),
+            "numpy": (np.random.get_state, np.random.set_state),
+            "torch": _as_bytes(torch.get_rng_state, torch.set_rng_state),
+        }
         accelerator = torch.get_device_module()
         if hasattr(accelerator, "get_rng_state") and accelerator.is_initialized():
-            self._sources.append(_as_bytes(accelerator.get_rng_state, accelerator.set_rng_state))
+            self._sources["device"] = _as_bytes(accelerator.get_rng_state, accelerator.set_rng_state)
 
-    def add(self, value: object) -> bool:
-        """Return whether a value is a generator; its state counts from now on."""
+    def add(self, value: object, name: str = "") -> bool:
+        """Return whether a value is a generator; its state counts from now on, under a name or its number."""
+        source: tuple[Callable[[], Any], Callable[[Any], object]]
         if isinstance(value, torch.Generator):
-            self._sources.append(_as_bytes(value.get_state, value.set_state))
+            source = _as_bytes(value.get_state, value.set_state)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            self._sources.append((value.getstate, value.setstate))
+            source = (value.getstate, value.setstate)
         elif isinstance(value, np.random.RandomState):
-            self._sources.append((value.get_state, value.set_state))
+            source = (value.get_state, value.set_state)
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            self._sources.append((lambda: bits.state, functools.partial(setattr, bits, "state")))
+            source = (lambda: bits.state, functools.partial(setattr, bits, "state"))
         else:
             return False
+        self._sources[f"variable {name or len(self._sources)}"] = source
         return True
 
     def get(self) -> tuple[bytes, ...]:
         """Return the states."""
-        return tuple(pickle.dumps(get()) for get, _ in self._sources)
+        return tuple(pickle.dumps(get()) for get, _ in self._sources.values())
 
     def set(self, states: Iterable[bytes]) -> None:
         """Set the states."""
-        for (_, put), state in zip(self._sources, states, strict=True):
+        for (_, put), state in zip(self._sources.values(), states, strict=True):
             put(pickle.loads(state))
+
+    def plain(self) -> dict[str, Any]:
+        """Return the states by name, without arrays: numbers, text, bytes, and tuples, lists and dicts of them."""
+        return {name: _without_arrays(get()) for name, (get, _) in self._sources.items()}
+
+    def set_plain(self, states: Mapping[str, Any]) -> None:
+        """Set the states that have a name here."""
+        for name, state in states.items():
+            if name in self._sources:
+                self._sources[name][1](state)
+
+
+def _without_arrays(state: Any) -> Any:  # noqa: ANN401 - of any generator
+    if isinstance(state, np.ndarray):
+        return state.tolist()
+    if isinstance(state, dict):
+        return {key: _without_arrays(each) for key, each in state.items()}
+    return tuple(map(_without_arrays, state)) if isinstance(state, tuple) else state
 
 
 def _as_bytes(

@@ -1,0 +1,237 @@
+"""What makes the state of a training, found once among the variables of cells, and copied or set as a whole.
+
+It is the models that train, their optimizers, everything else with ``state_dict()`` and ``load_state_dict()``, such as
+schedulers, scalers and loaders, the random number generators, and the number of steps. A snapshot is a copy in memory
+(:func:`capture`, :func:`restore`); a checkpoint has the same state in files (``checkpoint.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from workbench.engine._torch import local_of
+from workbench.engine.module_names import clean
+from workbench.errors import UsageError
+from workbench.models.engines import is_sharded
+from workbench.runtime.model_summary import outermost
+from workbench.runtime.namespace import named_optimizers
+from workbench.runtime.program_state import RandomStates
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingObjects:
+    """The objects of a training, by variable; an optimizer in a list is called ``opts[0]``.
+
+    Attributes:
+        models: the models that are sharded or trained, none of which is part of another one.
+        optimizers: the optimizers.
+        others: everything else with ``state_dict()`` and ``load_state_dict()``.
+        random: the random number generators: the global ones, and those in variables and loaders.
+        loaders: the loaders without a ``state_dict()``, whose position is not part of the state.
+    """
+
+    models: Mapping[str, nn.Module]
+    optimizers: Mapping[str, Optimizer]
+    others: Mapping[str, Any]
+    random: RandomStates
+    loaders: tuple[str, ...] = ()
+
+    @classmethod
+    def among(cls, variables: Mapping[str, object]) -> TrainingObjects:
+        """Return those among variables."""
+        own = {name: value for name, value in variables.items() if not name.startswith("_")}
+        optimizers = dict(named_optimizers(own))
+        trained = {id(p) for each in optimizers.values() for group in each.param_groups for p in group["params"]}
+        modules = outermost({name: value for name, value in sorted(own.items()) if isinstance(value, nn.Module)})
+        others: dict[int, tuple[str, object]] = {}
+        random, loaders = RandomStates(), []
+        for name, value in own.items():
+            if isinstance(value, DataLoader):
+                random.add(value.generator, f"{name}.generator")
+            if random.add(value, name) or isinstance(value, (nn.Module, Optimizer, type)):
+                continue
+            if all(callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict")):
+                others.setdefault(id(value), (name, value))
+            elif isinstance(value, DataLoader):
+                loaders.append(name)
+        return cls(
+            models={
+                name: model
+                for name, model in modules.items()
+                if is_sharded(model) or any(id(p) in trained for p in model.parameters())
+            },
+            optimizers=optimizers,
+            others=dict(others.values()),
+            random=random,
+            loaders=tuple(loaders),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSnapshot:
+    """What one rank holds of a training at the end of a step; a copy.
+
+    Attributes:
+        step: number of steps that led to it.
+        tensors: this rank's parts of parameters, buffers and optimizer state, by variable and name, such as
+            ``model.blocks.0.weight``; state of an optimizer by the place of its parameter: ``opt.0.exp_avg``.
+        dtensors: the optimizer state of them that is a DTensor, laid out as its parameter.
+        options: by variable, the options of an optimizer's groups, and its state that is no tensor.
+        others: by variable, the state dict of everything else.
+        random: states of random number generators, plain data.
+    """
+
+    step: int
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    dtensors: frozenset[str] = frozenset()
+    options: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    random: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter, buffer or optimizer state, which shares its memory."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def model_tensors(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters and buffers of the models, which must not be unsharded, each once with its name."""
+    for variable, model in objects.models.items():
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            yield f"{variable}.{clean(name)}", tensor
+
+
+def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _state_tensors(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor]]:
+    for variable, optimizer in objects.optimizers.items():
+        for place, param in enumerate(params_of(optimizer)):
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{variable}.{place}.{key}", value
+
+
+def capture(objects: TrainingObjects, step: int, into: TrainingSnapshot | None = None) -> TrainingSnapshot:
+    """Return a copy of this rank's state; needs no other rank. The models must not be unsharded.
+
+    Args:
+        objects: the objects of the training.
+        step: number of steps that led to it.
+        into: an older copy, whose memory is used again.
+    """
+    kept = {} if into is None else into.tensors
+    tensors, dtensors = {}, set()
+    for name, tensor in (*model_tensors(objects), *_state_tensors(objects)):
+        now, old = local_part(tensor), kept.get(name)
+        is_alike = old is not None and (old.shape, old.dtype, old.device) == (now.shape, now.dtype, now.device)
+        tensors[name] = old.copy_(now) if old is not None and is_alike else now.clone()
+        if isinstance(tensor, DTensor):
+            dtensors.add(name)
+    return TrainingSnapshot(
+        step=step,
+        tensors=tensors,
+        dtensors=frozenset(dtensors),
+        options={variable: _options(optimizer) for variable, optimizer in objects.optimizers.items()},
+        others={variable: copy.deepcopy(each.state_dict()) for variable, each in objects.others.items()},
+        random=objects.random.plain(),
+    )
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    params = params_of(optimizer)
+    states: list[dict[str, Any]] = [optimizer.state.get(param, {}) for param in params]
+    plain = [{key: v for key, v in state.items() if not isinstance(v, torch.Tensor)} for state in states]
+    return {"num_params": len(params), "groups": copy.deepcopy(groups), "state": copy.deepcopy(plain)}
+
+
+def restore(objects: TrainingObjects, state: TrainingSnapshot) -> None:
+    """Give the objects the state of a copy, and drop gradients; needs no other rank. The copy stays as it is.
+
+    Raises:
+        UsageError: the copy is of other objects; nothing is changed then.
+    """
+    _check(objects, state)
+    with torch.no_grad():
+        for name, tensor in model_tensors(objects):
+            local_part(tensor).copy_(state.tensors[name])
+    for variable, optimizer in objects.optimizers.items():
+        _restore_optimizer(optimizer, variable, state)
+    for variable, each in objects.others.items():
+        each.load_state_dict(copy.deepcopy(state.others[variable]))
+    drop_gradients(objects)
+    objects.random.set_plain(state.random)  # last: the calls above may draw
+
+
+def drop_gradients(objects: TrainingObjects) -> None:
+    """Drop the gradients of all parameters, as at the end of a step."""
+    held = [param for optimizer in objects.optimizers.values() for param in params_of(optimizer)]
+    for param in (*(param for model in objects.models.values() for param in model.parameters()), *held):
+        param.grad = None
+
+
+def _check(objects: TrainingObjects, state: TrainingSnapshot) -> None:
+    found = {name: local_part(tensor).shape for name, tensor in model_tensors(objects)}
+    for name, shape in found.items():
+        if name not in state.tensors or state.tensors[name].shape != shape:
+            copied = "none" if name not in state.tensors else f"shape {tuple(state.tensors[name].shape)}"
+            raise UsageError(f"{name} has shape {tuple(shape)} on this rank, and the snapshot has {copied}")
+    for word, now, then in (
+        ("optimizers", objects.optimizers, state.options),
+        ("objects with a state_dict()", objects.others, state.others),
+    ):
+        if now.keys() != then.keys():
+            raise UsageError(f"the {word} are {', '.join(now) or 'none'}, and the snapshot has {', '.join(then)}")
+    for variable, optimizer in objects.optimizers.items():
+        options = state.options[variable]
+        if (options["num_params"], len(options["groups"])) != (len(params_of(optimizer)), len(optimizer.param_groups)):
+            raise UsageError(f"{variable} has other parameters than in the snapshot; make it as it was made before")
+
+
+def _restore_optimizer(optimizer: Optimizer, variable: str, state: TrainingSnapshot) -> None:
+    options = copy.deepcopy(state.options[variable])
+    tensors: dict[int, dict[str, tuple[str, torch.Tensor]]] = {}
+    for name, tensor in state.tensors.items():
+        place, _, key = name.removeprefix(f"{variable}.").partition(".")
+        if name.startswith(f"{variable}.") and place.isdecimal():
+            tensors.setdefault(int(place), {})[key] = name, tensor
+    for group, saved in zip(optimizer.param_groups, options["groups"], strict=True):
+        group.update(saved)
+    for number, param in enumerate(params_of(optimizer)):
+        entries: dict[str, Any] = options["state"][number]
+        now = optimizer.state.pop(param, {})
+        for key, (name, tensor) in tensors.get(number, {}).items():
+            old = now.get(key)
+            if isinstance(old, torch.Tensor) and local_part(old).shape == tensor.shape:
+                local_part(old).copy_(tensor)
+                entries[key] = old
+            else:
+                entries[key] = _as_param(tensor.clone(), param) if name in state.dtensors else tensor.clone()
+        if entries:
+            optimizer.state[param] = entries
+
+
+def _as_param(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that is laid out as a parameter."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
