@@ -1020,7 +1020,7 @@ def test_a_step_that_failed_is_known_until_one_completes(wb, tmp_path):
     assert wb.failed_step.startswith("nothing is sharded yet")
     save(Trace.empty(), tmp_path / "a.trace")
     wb.stop()
-    wb.load(tmp_path / "a.trace")
+    wb.open_record(tmp_path / "a.trace")
     assert wb.failed_step == ""
 
 

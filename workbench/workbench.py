@@ -41,9 +41,11 @@ from workbench.protocol.commands import (
     InjectFault,
     Inspect,
     Lint,
+    Load,
     Plan,
     Reshard,
     Run,
+    Save,
     Shard,
     ShardReply,
     Start,
@@ -58,6 +60,7 @@ from workbench.replay.activations import comparable
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
+from workbench.reports.checkpoint_reports import LoadReport, SaveReport
 from workbench.reports.explain_report import ExplainReport
 from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
@@ -279,9 +282,12 @@ class Workbench:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Return a workbench that shows a trace file or a recording's folder, without ranks. Errors as :meth:`load`."""
+        """Return a workbench that shows a trace file or a recording's folder, without ranks.
+
+        Errors as :meth:`open_record`.
+        """
         workbench = cls()
-        workbench.load(path)
+        workbench.open_record(path)
         return workbench
 
     @classmethod
@@ -527,7 +533,7 @@ class Workbench:
 
         return note
 
-    def load(self, path: str | os.PathLike[str]) -> OpenReport:
+    def open_record(self, path: str | os.PathLike[str]) -> OpenReport:
         """Show a trace file, or a recording's folder (``%fsdp open``), instead of the ranks' trace.
 
         Ranks that are all lost are stopped.
@@ -767,12 +773,14 @@ class Workbench:
     verify = on_ranks(Verify, VerifyReport)
     lint = on_ranks(Lint, LintReport)
     fault = on_ranks(InjectFault, InjectReport)
+    save = on_ranks(Save, SaveReport)
+    load = on_ranks(Load, LoadReport)
 
     def faults(self) -> FaultListReport:
         """Return the faults that :meth:`fault` can inject, with the instrument that names each."""
         return FaultListReport()
 
-    def step(
+    def step(  # noqa: PLR0913 - the fields of the command
         self,
         count: int = 1,
         fn: str = "train_step",
@@ -782,6 +790,8 @@ class Workbench:
         on_standing: OnStanding = no_standing,
         until: str = "",
         background: bool = False,
+        save: str = "",
+        every: int = 0,
     ) -> StepReport | StopReport | BackgroundReport:
         """Train ``count`` steps: :class:`~workbench.protocol.commands.Step`; errors as :meth:`do`.
 
@@ -793,8 +803,10 @@ class Workbench:
             on_standing: as for :meth:`run_cell`; also says that a rank has died, or what a Ctrl-C waits for.
             until: event before which all ranks stop once, as for :meth:`break_add`.
             background: return at once; :meth:`news` then reports how it ended.
+            save: folder of checkpoints that are saved meanwhile.
+            every: number of steps between two of them; 0: one after the last step.
         """
-        command = made(Step, count, fn, until=until, background=background)
+        command = made(Step, count, fn, until=until, background=background, save=save, every=every)
         return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output, on_standing))
 
     # ---- pause and continue

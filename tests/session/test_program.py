@@ -85,7 +85,7 @@ def test_it_outlives_the_ranks_and_an_opened_trace_until_the_next_start(wb, tmp_
     wb.run_cell("x = 1")
     save(wb.trace, tmp_path / "a.trace")
     wb.stop()
-    wb.load(tmp_path / "a.trace")
+    wb.open_record(tmp_path / "a.trace")
     assert done(wb) == ["x = 1"]
     wb.start()
     assert done(wb) == []

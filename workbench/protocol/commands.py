@@ -36,6 +36,7 @@ from workbench.protocol.arguments import (
     without_variables,
 )
 from workbench.protocol.breakpoints import UNTIL, Breakpoint, Condition, read_event, with_condition
+from workbench.protocol.checkpoint_replies import LoadReply, ResumeCheck, SaveReply
 from workbench.protocol.fault_kinds import NAMES as FAULTS
 from workbench.protocol.fault_kinds import RANDOM, FaultReply, check_name
 from workbench.protocol.lint_reply import LintReply
@@ -655,6 +656,7 @@ class StepReply:
         first_step: number of the first of the steps.
         unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
         never_cleared: optimizers, by variable, whose steps used gradients of their last step again.
+        saved: the checkpoints that were saved meanwhile.
         unsharded: variables of the models that optimizers trained, if no collective was issued and none is sharded.
         rows: rows of the batches that sharded models got in training forwards, by step.
     """
@@ -668,22 +670,35 @@ class StepReply:
     unsharded: tuple[str, ...] = ()
     never_cleared: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
+    saved: tuple[SaveReply, ...] = ()
 
 
-@command("step 40", reply=StepReply)
+@command(
+    "step 40",
+    more="`--save runs/a --every 10`: a checkpoint after every ten steps, written while training goes on",
+    reply=StepReply,
+)
 class Step(Command):
     """Train: call train_step() N times on every rank; a number that it returns is the loss.
 
     Raises:
-        ValueError: ``count`` < 1, ``fn`` is not a name, or ``until`` not an event.
+        ValueError: ``count`` < 1, ``fn`` is not a name, ``until`` not an event, or ``every`` given without ``save``.
     """
 
     count: int = argument("number of training steps (default 1)", default=1, kw_only=False, metavar="N", read=number)
     fn: str = argument(_FN, default="train_step", kw_only=False)
     until: str = argument(_UNTIL, default="")
     background: bool = argument(_BACKGROUND, default=False)
+    save: str = argument(
+        "save checkpoints into this folder (default: none)", default="", metavar="FOLDER", completes="files"
+    )
+    every: int = argument(
+        "with --save: after every K steps (default: after the last one)", default=0, metavar="K", read=number
+    )
 
     def __post_init__(self) -> None:
+        if self.every < 0 or (self.every and not self.save):
+            raise ValueError("--every K goes with --save FOLDER, and K is at least 1")
         if type(self.count) is not int or self.count < 1:
             raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
         _check_function(self.fn)
@@ -693,6 +708,10 @@ class Step(Command):
     def stop(self) -> Breakpoint | None:
         """The one-time breakpoint of ``until``; None if it is not given."""
         return _stop_at(self.until)
+
+    def saves_after(self, done: int) -> bool:
+        """Return whether a checkpoint is saved after so many of its steps."""
+        return bool(self.save) and (done == self.count or (bool(self.every) and done % self.every == 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -745,6 +764,37 @@ class Run(Command):
     def stop(self) -> Breakpoint | None:
         """The one-time breakpoint of ``until``; None if it is not given."""
         return _stop_at(self.until)
+
+
+_FOLDER = Argument(about="folder of checkpoints, or one of them", metavar="FOLDER", completes="files")
+
+
+@command("save runs/a", more="it becomes `runs/a/step-40`, by one rename when it is whole", reply=SaveReply)
+class Save(Command):
+    """Save a checkpoint: models, optimizers, schedulers, loaders, random numbers and the number of steps.
+
+    Raises:
+        ValueError: ``folder`` is empty.
+    """
+
+    folder: str = argument(_FOLDER, kw_only=False)
+
+    def __post_init__(self) -> None:
+        _check_folder(self.folder)
+
+
+@command("load runs/a", more="the newest whole one in it, or `load runs/a/step-40`", reply=LoadReply)
+class Load(Command):
+    """Load a checkpoint into the variables that have the names of those in it: all of it, or nothing.
+
+    Raises:
+        ValueError: ``folder`` is empty.
+    """
+
+    folder: str = argument(_FOLDER, kw_only=False)
+
+    def __post_init__(self) -> None:
+        _check_folder(self.folder)
 
 
 @command("pause", more="Ctrl-C during a step does the same, a second one aborts")
@@ -1117,6 +1167,7 @@ class VerifyReply(StepComparison):
         optimizer_steps: steps of optimizers in the step of the copy.
         num_inputs: elements of the first input of the root module.
         repetition: the comparison of two equal sharded steps, instead of with a copy; None: with a copy.
+        resume: the comparison with a step from a checkpoint, instead of with a copy; None: with a copy.
     """
 
     buffers_not_finite: tuple[str, ...] = ()
@@ -1134,14 +1185,15 @@ class VerifyReply(StepComparison):
     optimizer_steps: int = 0
     num_inputs: int = 0
     repetition: Repetition | None = None
+    resume: ResumeCheck | None = None
 
 
-@command("verify", reply=VerifyReply)
+@command("verify", more="`--resume runs/a`: prove the checkpoint there", reply=VerifyReply)
 class Verify(Command):
     """Compare a step with the same step of an unsharded copy; the training state is not changed.
 
     Raises:
-        ValueError: ``model`` or ``fn`` is not a name.
+        ValueError: ``model`` or ``fn`` is not a name, or both ``repeat`` and ``resume`` are given.
     """
 
     model: str = argument(
@@ -1149,8 +1201,16 @@ class Verify(Command):
     )
     fn: str = argument(_FN, default="train_step", kw_only=False)
     repeat: bool = argument("run the sharded step twice instead, and compare all bits", default=False)
+    resume: str = argument(
+        "compare with the step from this checkpoint instead (default: none)",
+        default="",
+        metavar="FOLDER",
+        completes="files",
+    )
 
     def __post_init__(self) -> None:
+        if self.repeat and self.resume:
+            raise ValueError("--repeat and --resume are two checks: give one of them")
         if self.model:
             _check_model(self.model)
         _check_function(self.fn)
@@ -1296,7 +1356,7 @@ class Export(Command):
 @command(
     "open run.trace",
     more="replaces the current trace; stop the ranks first",
-    method="load",
+    method="open_record",
     needs_ranks=False,
     looks=True,
 )
@@ -1436,6 +1496,11 @@ def _check_classes(option: str, names: Sequence[str]) -> None:
     for name in names:
         if not _is_name(name):
             raise ValueError(f"{option} takes names of module classes such as Block, not {name!r}")
+
+
+def _check_folder(folder: str) -> None:
+    if not folder:
+        raise ValueError("a checkpoint needs a folder, such as runs/a")
 
 
 def _check_model(model: object) -> None:

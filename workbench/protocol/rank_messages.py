@@ -119,6 +119,7 @@ class Position:
         unfinished: number of collectives begun but not ended.
         given_up: whether it was aborted and its groups have not been rebuilt since.
         optimizer_steps: number of optimizer steps since its start.
+        saving: how far the checkpoint is that it writes, as text; empty: it writes none.
         tickets: results of jobs, by ticket, until a ``Forget``.
     """
 
@@ -134,6 +135,7 @@ class Position:
     unfinished: int = 0
     given_up: bool = False
     optimizer_steps: int = 0
+    saving: str = ""
     tickets: dict[str, JobReply] = field(default_factory=dict)
 
 

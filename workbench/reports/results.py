@@ -47,6 +47,7 @@ from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.repeat_faults import first_repeated, repeat_faults
 from workbench.reports.report import Report
+from workbench.reports.resume_faults import OTHER_STEP, resume_faults
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
 from workbench.trace.schema import Header, HostClock
@@ -384,6 +385,7 @@ class StepReport(UntilReport):
         unreduced: which units hold unreduced gradients, on which ranks, and what to do; empty if none.
         notes: what is probably unintended, and what to do, a sentence each.
         next: what to type next; empty if it was done before.
+        saved: the folders of the checkpoints that were saved meanwhile.
     """
 
     computed = (*Report.computed, "median_seconds")
@@ -396,6 +398,7 @@ class StepReport(UntilReport):
     unreduced: str = ""
     notes: tuple[str, ...] = ()
     next: str = ""
+    saved: tuple[str, ...] = ()
 
     @property
     def median_seconds(self) -> float:
@@ -421,7 +424,12 @@ class StepReport(UntilReport):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the notes, the events that occurred instead of a missed one, and what to type next."""
-        return [*(("note", note) for note in self.notes), *super().facts(), *_next(self.next)]
+        saved = [("saved", f"{self.saved[-1]}{_others_words(self.saved[:-1])}")] if self.saved else []
+        return [*saved, *(("note", note) for note in self.notes), *super().facts(), *_next(self.next)]
+
+
+def _others_words(folders: Sequence[str]) -> str:
+    return f", and {plural(len(folders), 'checkpoint')} before" if folders else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,6 +443,7 @@ class VerifyReport(StepComparison, Report):
         faults: why the steps differ, as far as the evidence decides it, the most important first.
         first_differences: the first output, gradient and parameter that differ.
         is_repeated: whether the sharded step was compared with itself instead of an unsharded copy.
+        resumed: the checkpoint from which the step was taken for the comparison; empty: from none.
     """
 
     buffers: str = ""
@@ -443,6 +452,7 @@ class VerifyReport(StepComparison, Report):
     faults: tuple[Fault, ...] = ()
     first_differences: tuple[FirstDifference, ...] = ()
     is_repeated: bool = False
+    resumed: str = ""
 
     @property
     def headline(self) -> str:
@@ -463,6 +473,9 @@ class VerifyReport(StepComparison, Report):
             those = f"all {compared}" if bad == self.num_params else f"{bad} of {compared}"
             since = f"; {self.since}" if self.since else ""
             return f"cannot compare: {those} hold NaN or infinity in both{since}"
+        if self.resumed:
+            verdict = "gives the same bits" if self.ok else "does NOT give the same bits"
+            return f"a step from {self.resumed} {verdict} ({plural(self.num_params, 'tensor')} compared)"
         if self.is_repeated:
             verdict = "gives the same bits twice" if self.ok else "does NOT give the same bits twice"
             return f"the sharded step {verdict}: outputs, gradients and parameters compared"
@@ -475,7 +488,7 @@ class VerifyReport(StepComparison, Report):
     def could_compare(self) -> bool:
         """Whether the comparison, or a fault, says anything about the recipe."""
         if self.faults:
-            return self.faults[0].rule != DATA
+            return self.faults[0].rule not in {DATA, OTHER_STEP}
         return not self.ok or (not self.not_finite and len(self.undecided) < self.num_params)
 
     @property
@@ -490,17 +503,18 @@ class VerifyReport(StepComparison, Report):
 
     def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_rel_diff and self.worst_param else ""
-        of = "parameter" if self.is_repeated else "update"
+        of = "parameter" if self.is_repeated or self.resumed else "update"
         found = [
             ("largest difference", f"{self.max_abs_diff:.3g}; {self.max_rel_diff:.3g} of the {of}{worst}"),
             ("tolerance", self.tolerance),
             ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
-        if self.ok and len(self.not_finite) == self.num_params:
+        if (self.ok and len(self.not_finite) == self.num_params) or (self.resumed and not self.could_compare):
             found = []  # nothing could be compared
         if self.loss_sharded is not None and self.loss_reference is not None:
             both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
             which = "{} in the second run, {} in the first" if self.is_repeated else "{} sharded, {} unsharded"
+            which = "{} from the checkpoint, {} without" if self.resumed else which
             found.append(("loss", which.format(*both)))
         if self.not_finite:
             found.append(("NaN or infinity in", listed(self.not_finite)))
@@ -751,7 +765,8 @@ def _step(by_rank: Sequence[StepReply]) -> StepReport:
         optimizer_steps=min(stepped.optimizer_steps for stepped in by_rank),
         not_finite=_not_finite(by_rank),
         unreduced=_unreduced([stepped.unreduced for stepped in by_rank]),
-        notes=tuple(_step_notes(by_rank)),
+        notes=(*_step_notes(by_rank), *dict.fromkeys(note for saved in by_rank[0].saved for note in saved.notes)),
+        saved=tuple(saved.folder for saved in by_rank[0].saved),
     )
 
 
@@ -834,7 +849,9 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_rel_diff)
     repeats = [verified.repetition for verified in by_rank if verified.repetition is not None]
-    faults = repeat_faults(repeats) if repeats else faults_of(by_rank)
+    resumes = [verified.resume for verified in by_rank if verified.resume is not None]
+    compared = repeat_faults(repeats) if repeats else faults_of(by_rank)
+    faults = resume_faults(resumes) if resumes else compared
     differences = [verified.differences for verified in by_rank if verified.differences is not None]
     return VerifyReport(
         num_params=worst.num_params,
@@ -851,10 +868,15 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         undecided=worst.undecided,
         buffers=_by_rank([", ".join(verified.buffers_not_finite) for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
-        notes=(*_notes("", [verified.unmanaged for verified in by_rank]), *_not_seen(by_rank)),
+        notes=(
+            *_notes("", [verified.unmanaged for verified in by_rank]),
+            *_not_seen(by_rank),
+            *dict.fromkeys(note for resume in resumes for note in resume.notes),
+        ),
         faults=faults,
         first_differences=first_repeated(repeats) if repeats else first_differences(differences),
         is_repeated=bool(repeats),
+        resumed=resumes[0].folder if resumes else "",
     )
 
 

@@ -11,6 +11,7 @@ from workbench.events import Unit
 from workbench.models.engines import Watch
 from workbench.protocol.commands import Command, Shard, registered
 from workbench.protocol.fault_kinds import FaultReply
+from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.recorder import Recorder
@@ -40,6 +41,7 @@ class RankContext(Protocol):
     Attributes:
         fault: the fault that is on.
         faulty_steps: the steps taken while faults were on that have been removed.
+        writer: the newest checkpoint that it saves or saved; None: it saved none.
     """
 
     groups: ProcessGroups
@@ -51,6 +53,7 @@ class RankContext(Protocol):
     history: TrainingHistory
     fault: ActiveFault | None
     faulty_steps: set[int]
+    writer: CheckpointWriter | None
 
     def account_optimizers(self) -> None:
         """Record the current bytes of optimizer state."""

@@ -32,6 +32,7 @@ class LoopSteps:
 
     Attributes:
         optimizer_steps: number of optimizer steps on this rank.
+        trained_steps: number of steps that led to the current state of the training; a checkpoint sets it.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -40,7 +41,7 @@ class LoopSteps:
         self._first_of_program: int | None = None
         self._has_forwards = False
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.trained_steps = 0
 
     def install(self, patches: Patches | None = None) -> list[RemovableHandle]:
         """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks.
@@ -104,6 +105,7 @@ class LoopSteps:
         if self._recorder.is_aside:
             return
         self._recorder.end_step()
+        self.trained_steps += 1
         if self._first_of_program is not None and not self._has_forwards:
             self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
             self._begin_step()

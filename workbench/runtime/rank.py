@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -53,6 +54,8 @@ from workbench.protocol.rank_messages import (
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
 from workbench.runtime import error_notes, faults, no_keyboard, shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime.checkpoint_writer import CheckpointWriter
+from workbench.runtime.checkpoints import Saver
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -93,6 +96,7 @@ class RankRuntime:
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
         faulty_steps: the steps taken while faults were on that have been removed.
+        writer: the newest checkpoint that it saves or saved; None: it saved none.
         models: ids of the modules that variables held when models were announced last.
     """
 
@@ -110,6 +114,7 @@ class RankRuntime:
     commands: int = 0
     fault: ActiveFault | None = None
     faulty_steps: set[int] = field(default_factory=set)
+    writer: CheckpointWriter | None = None
     models: set[int] = field(default_factory=set)
 
     def execute(self, command: Command) -> object:
@@ -120,8 +125,10 @@ class RankRuntime:
             if isinstance(command, Step):
                 self.history.watch_gradients()
                 with self.gate.stepping(command.stop):
-                    reply = self.trainer.run(command)
-                return replace(reply, never_cleared=self.history.never_cleared())
+                    saver = Saver(Path(command.save), self)
+                    reply = self.trainer.run(command, lambda done: saver.begin() if command.saves_after(done) else None)
+                    saved = saver.end()
+                return replace(reply, never_cleared=self.history.never_cleared(), saved=saved)
             if isinstance(command, Run):
                 self.history.forget()
                 with self.gate.stepping(command.stop):
@@ -177,6 +184,7 @@ class RankRuntime:
             unfinished=process_groups.num_unfinished(),
             given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,
+            saving="" if self.writer is None else self.writer.words,
             tickets=self.gate.tickets,
         )
 

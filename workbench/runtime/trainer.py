@@ -103,8 +103,12 @@ class Trainer(LoopSteps):
         self.not_finite_since: int | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in the newest command
 
-    def run(self, command: Step) -> StepReply:
+    def run(self, command: Step, after: Callable[[int], None] = lambda _: None) -> StepReply:
         """Call the step function ``command.count`` times.
+
+        Args:
+            command: the command.
+            after: called after each step, with their number so far.
 
         Raises:
             UsageError: there is no such function.
@@ -126,6 +130,7 @@ class Trainer(LoopSteps):
                     unreduced |= dict.fromkeys(missed_grads())
                     rows.append(sum(counted))
                     counted.clear()
+                    after(len(losses))
                 self.wait_for_device()
         finally:
             self._running = False
@@ -167,6 +172,7 @@ class Trainer(LoopSteps):
             elif self.not_finite_since is None:
                 self.not_finite_since = self._recorder.step
         self._recorder.end_step()
+        self.trained_steps += 1
         return loss
 
     @contextmanager

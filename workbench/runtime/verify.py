@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
@@ -38,6 +39,7 @@ from workbench.runtime.namespace import find_module, optimizers_of, user_namespa
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.reference_precision import UPDATE_TOLERANCE, coarsest_dtype, compute_alike
 from workbench.runtime.repeated_step import repeated
+from workbench.runtime.resume_check import resumed
 from workbench.runtime.stacks import is_of_a_library, place_in_file
 from workbench.runtime.step_counters import (
     Held,
@@ -91,6 +93,8 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         with ExitStack() as stack:
             for each in others:
                 stack.enter_context(_restored(each))
+            if command.resume:
+                return resumed(Path(command.resume), step, program, rank, lambda: _restored(sharded))
             if command.repeat:
                 return repeated(sharded, step, program, rank.groups.largest, _restored)
             try:

@@ -9,7 +9,18 @@ from dataclasses import dataclass, replace
 
 from workbench.base.devices import HOST
 from workbench.errors import UsageError
-from workbench.protocol.commands import InjectFault, Lint, Reshard, Shard, Step, StepReply, Unshard, Verify, to_text
+from workbench.protocol.commands import (
+    InjectFault,
+    Lint,
+    Reshard,
+    Save,
+    Shard,
+    Step,
+    StepReply,
+    Unshard,
+    Verify,
+    to_text,
+)
 from workbench.protocol.policy import CLASSIC, ENGINES, TORCH
 from workbench.script.cell_code import CellCode, cell_code
 from workbench.script.script_names import ScriptNames
@@ -94,6 +105,10 @@ def _engine_of(program: Program) -> str:
     return engines.pop() if engines else ENGINES[0]
 
 
+_NO_CODE = (InjectFault, Lint, Save, Verify)
+"""Commands that leave the training as it is."""
+
+
 class _Body:
     """Writer of the entries of a program, one block of lines each."""
 
@@ -106,7 +121,7 @@ class _Body:
         """Return the text of an entry; empty: it leaves no trace."""
         if isinstance(entry, CompletedCell):
             return self._cells[place].text
-        if isinstance(entry, Omission) or isinstance(entry.command, (InjectFault, Lint, Verify)):
+        if isinstance(entry, Omission) or isinstance(entry.command, _NO_CODE):
             return ""
         lines = self._command(entry)
         return "\n".join([f"# %fsdp {to_text(entry.command)}", *lines]) if lines else ""
@@ -129,7 +144,7 @@ def _without_detours(entries: Sequence[Entry]) -> list[Entry]:
     """Return the entries without a ``shard`` that is undone at once before the model is sharded differently."""
     kept: list[Entry] = []
     for entry in entries:
-        if isinstance(entry, CompletedCommand) and isinstance(entry.command, (InjectFault, Lint, Verify)):
+        if isinstance(entry, CompletedCommand) and isinstance(entry.command, _NO_CODE):
             continue
         kept.append(entry)
         commands = [each.command if isinstance(each, CompletedCommand) else None for each in kept[-3:]]

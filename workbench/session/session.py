@@ -23,7 +23,7 @@ from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.events import Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
-from workbench.protocol.commands import Command, Inspect, Reshard, Run, Shard, Step, to_dict
+from workbench.protocol.commands import Command, Inspect, Load, Reshard, Run, Save, Shard, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest
 from workbench.protocol.rank_messages import (
     CellLine,
@@ -70,7 +70,7 @@ from workbench.session.request import CellTask, CommandTask, RankTask, Request, 
 from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, LastResult, pulse
 from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
-from workbench.session.variable_check import check, check_parameter, on_hosts, with_path, with_script
+from workbench.session.variable_check import check, check_parameter, on_hosts, with_folder, with_path, with_script
 from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
 from workbench.trace.columns import Trace
 
@@ -320,7 +320,7 @@ class Session:
             UsageError: it cannot run; the message says what to run first or write instead.
         """
         command = with_path(on_hosts(command, self.cluster.rank_info), self.models, self.trace.header)
-        command = with_script(command)
+        command = with_folder(with_script(command))
         check(command, self.names(), self.trace.header, self.cluster.num_ranks, self._in_notebook)
         return command
 
@@ -715,7 +715,7 @@ class Session:
             on_slice=lambda: work.on_slice(request.listener),
             on_tick=lambda tick: self._end(request) if tick is Tick.ENDED else self._take(request, tick),
             num_outputs=work.num_outputs,
-            can_pause=work.is_command,
+            can_pause=work.is_command and not isinstance(work.command, (Load, Save)),
         )
         self.request, self._catch_up = request, self.drain
         return request

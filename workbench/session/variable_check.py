@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 from workbench.errors import UsageError, did_you_mean
 from workbench.events import Unit
 from workbench.protocol.breakpoints import chosen_units, nearest
-from workbench.protocol.commands import Command, InjectFault, Lint, Reshard, Run, Shard, Step, Verify
+from workbench.protocol.commands import Command, InjectFault, Lint, Load, Reshard, Run, Save, Shard, Step, Verify
 from workbench.protocol.rank_messages import ModelInfo, Names
 from workbench.protocol.starting import ConnectReply
 from workbench.replay.grouping import label
@@ -159,6 +159,21 @@ def with_script(command: C) -> C:
         near = did_you_mean(path.name, [each.name for each in path.parent.glob("*.py")], cutoff=0.6)
         raise UsageError(f"there is no script {command.script} in {Path.cwd()}{near}")
     return cast(C, dataclasses.replace(command, script=str(path)))
+
+
+def with_folder(command: C) -> C:
+    """Return a command with the absolute path of its folder of checkpoints: ranks may have another working directory.
+
+    Other commands are returned as they are.
+    """
+    name = _FOLDERS.get(type(command), "")
+    folder = getattr(command, name, "")
+    if not folder:
+        return command
+    return dataclasses.replace(command, **{name: str(Path(folder).expanduser().absolute())})
+
+
+_FOLDERS: Mapping[type[Command], str] = {Save: "folder", Load: "folder", Step: "save", Verify: "resume"}
 
 
 def check(

@@ -1,0 +1,488 @@
+"""The commands ``save`` and ``load`` on a rank, and the checkpoints that ``step --save`` writes on the way.
+
+A checkpoint has, under the name of each variable, the state dict of a model or an optimizer, with the names of
+``torch.distributed.checkpoint.state_dict``; the state of a scheduler or another object, if all ranks had the same, as a
+tuple of one; and under ``ranks.0``, ``ranks.1``, ... what only one rank had: other states, and random numbers.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_state
+from torch.optim import Optimizer
+
+from workbench.errors import UsageError
+from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
+from workbench.protocol.commands import Load, Save
+from workbench.runtime.checkpoint_files import CheckpointRecord, SafePlanner, SafeReader, checkpoint_at, dumped
+from workbench.runtime.checkpoint_writer import CheckpointWriter, agree, begin_checkpoint
+from workbench.runtime.command_handlers import RankContext, does
+from workbench.runtime.namespace import optimizers_of, variables
+from workbench.runtime.training_state import TrainingObjects, drop_gradients, params_of
+
+RANKS = "ranks"
+"""The part of a checkpoint that has what single ranks had."""
+
+
+@does(Save)
+def save(command: Save, rank: RankContext) -> SaveReply:
+    """Save a checkpoint, and wait until it is whole; collective.
+
+    Raises:
+        UsageError: it cannot be saved; older ones are as they were.
+    """
+    saver = Saver(Path(command.folder), rank)
+    saver.begin()
+    return saver.end()[-1]
+
+
+@does(Load)
+def load(command: Load, rank: RankContext) -> LoadReply:
+    """Load a checkpoint; collective.
+
+    Raises:
+        UsageError: it cannot be loaded; nothing is changed then.
+    """
+    with aside(rank):
+        return Checkpoint.at(Path(command.folder)).load_into(training_objects(rank), rank)
+
+
+@contextmanager
+def aside(rank: RankContext) -> Iterator[None]:
+    """Run the body off the record: the optimizer steps that torch takes to make state dicts are no steps."""
+    steps_before = rank.trainer.optimizer_steps
+    try:
+        with rank.recorder.unrecorded(), rank.watch.paused():
+            yield
+    finally:
+        rank.trainer.optimizer_steps = steps_before
+
+
+def training_objects(rank: RankContext) -> TrainingObjects:
+    """Return the objects of the training among the variables; no model is unsharded then.
+
+    Raises:
+        UsageError: no model is sharded or trained.
+    """
+    found = TrainingObjects.among(variables())
+    if not found.models:
+        raise UsageError("there is no model that is sharded or trained: first %fsdp shard MODEL")
+    for model in found.models.values():
+        for each in rank.watch.models_in(model):
+            each.reshard()
+    return found
+
+
+# ---- saving
+
+
+class Saver:
+    """Saves checkpoints one after another: staging the next one waits for the one before.
+
+    Args:
+        folder: where they become folders.
+        rank: this rank.
+    """
+
+    def __init__(self, folder: Path, rank: RankContext) -> None:
+        self._folder, self._rank = folder, rank
+        self._writer: CheckpointWriter | None = None
+        self._notes: tuple[str, ...] = ()
+        self._saved: list[SaveReply] = []
+
+    def begin(self) -> None:
+        """Stage a checkpoint of the state now, and write it while the caller goes on; collective.
+
+        Raises:
+            UsageError: it cannot be saved, or the one before failed.
+        """
+        self._await()
+        with aside(self._rank):
+            objects = training_objects(self._rank)
+            state, self._notes = state_to_save(objects)
+            record = CheckpointRecord(
+                step=self._rank.trainer.trained_steps,
+                world_size=self._rank.groups.world_size,
+                saved_ns=0,
+                models=tuple(objects.models),
+                optimizers=tuple(objects.optimizers),
+                others=tuple(objects.others),
+                files={},
+            )
+            self._rank.writer = self._writer = begin_checkpoint(self._folder, record, state).start()
+
+    def end(self) -> tuple[SaveReply, ...]:
+        """Wait until the newest checkpoint is whole; return what was saved; collective.
+
+        Raises:
+            UsageError: it failed.
+        """
+        self._await()
+        return tuple(self._saved)
+
+    def _await(self) -> None:
+        """Wait for the checkpoint before; for one of an earlier command, which raised, without the other ranks."""
+        if self._rank.writer is not None and self._rank.writer is not self._writer:
+            self._rank.writer.wait_alone()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._rank.watch.paused():
+                writer.wait()
+            self._saved.append(_reply(writer, self._notes))
+
+
+def _reply(writer: CheckpointWriter, notes: tuple[str, ...]) -> SaveReply:
+    record = writer.record
+    return SaveReply(
+        folder=str(writer.target),
+        step=record.step,
+        num_bytes=writer.num_bytes,
+        blocked_s=writer.blocked_s,
+        variables=(*record.models, *record.optimizers, *record.others),
+        notes=notes,
+    )
+
+
+def state_to_save(objects: TrainingObjects) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the state dict of a checkpoint, and remarks on what it lacks; collective.
+
+    Raises:
+        UsageError: something cannot be saved.
+    """
+    owners, stray = owners_of(objects)
+    others = {name: each.state_dict() for name, each in objects.others.items()}
+    sums = agree(lambda: {name: zlib.crc32(dumped(state, name)) for name, state in others.items()})
+    shared = {name for name in others if all(each.get(name) == sums[0].get(name) for each in sums)}
+    state: dict[str, Any] = {name: get_model_state_dict(model) for name, model in objects.models.items()}
+    for name, optimizer in objects.optimizers.items():
+        if name in owners:
+            state[name] = optimizer_state(objects.models[owners[name]], optimizer)
+    state |= {name: (others[name],) for name in sorted(shared)}
+    own = {"others": {n: o for n, o in others.items() if n not in shared}, "random": objects.random.plain()}
+    state[RANKS] = {str(dist.get_rank()): (own,)}
+    notes = [f"{name} is left out: it trains no parameter of a model" for name in stray]
+    notes += [f"the position of {name} is left out: it has no state_dict()" for name in objects.loaders]
+    return state, tuple(notes)
+
+
+def owners_of(objects: TrainingObjects) -> tuple[dict[str, str], list[str]]:
+    """Return the model of each optimizer, by their variables, and the optimizers that have none.
+
+    Raises:
+        UsageError: an optimizer trains several models.
+    """
+    found: dict[str, list[str]] = {name: [] for name in objects.optimizers}
+    for variable, model in objects.models.items():
+        own = set(map(id, optimizers_of(model, objects.optimizers.values())))
+        for name, optimizer in objects.optimizers.items():
+            if id(optimizer) in own:
+                found[name].append(variable)
+    for name, models in found.items():
+        if len(models) > 1:
+            raise UsageError(f"{name} trains {' and '.join(models)}, and a checkpoint has one model for each optimizer")
+    return {name: models[0] for name, models in found.items() if models}, [n for n, m in found.items() if not m]
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer, *, with_new: bool = False) -> dict[str, Any]:
+    """Return the state dict of an optimizer by the names of parameters, and leave the optimizer as it is.
+
+    Args:
+        model: its model.
+        optimizer: it.
+        with_new: whether an optimizer without state gets the state of its first step in the state dict.
+    """
+    is_new = not optimizer.state
+    options = [dict(group) for group in optimizer.param_groups]
+    found = get_optimizer_state_dict(model, optimizer)
+    if is_new:
+        optimizer.state.clear()  # torch has taken a step to make it
+        for group, before in zip(optimizer.param_groups, options, strict=True):
+            group.update(before)
+        if not with_new:
+            found = {**found, "state": {}}
+    return found
+
+
+# ---- loading
+
+
+@dataclass
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        folder: its folder.
+        record: what is in it; None: the workbench did not save it.
+        reader: reads it.
+        of_ranks: what single ranks had, by rank, once it was loaded.
+    """
+
+    folder: Path
+    record: CheckpointRecord | None
+    reader: SafeReader
+    of_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _keys: Mapping[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._keys = self.reader.metadata.state_dict_metadata
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Return the checkpoint that a path means, the same on all ranks; collective.
+
+        Raises:
+            UsageError: there is none, or the ranks see different ones.
+        """
+        mine: list[Checkpoint] = []
+
+        def find() -> tuple[str, int]:
+            folder = checkpoint_at(path)
+            mine.append(cls(folder, CheckpointRecord.read(folder), SafeReader(folder)))
+            return str(folder), mine[0]._sum()
+
+        seen = agree(find)
+        for rank, each in enumerate(seen):
+            if each != seen[0]:
+                raise UsageError(
+                    f"rank {rank} finds {each[0]} and rank 0 {seen[0][0]}, or another content: the ranks do not share "
+                    "this file system"
+                )
+        return mine[0]
+
+    def _sum(self) -> int:
+        return zlib.crc32(repr(sorted(self._keys)).encode() + repr(self.record).encode())
+
+    @property
+    def num_saved(self) -> int:
+        """Number of ranks whose own state it has."""
+        return sum(key.startswith(f"{RANKS}.") for key in self._keys)
+
+    def load_into(self, objects: TrainingObjects, rank: RankContext) -> LoadReply:
+        """Load all of it, or nothing; collective.
+
+        Args:
+            objects: what is loaded.
+            rank: this rank.
+
+        Raises:
+            UsageError: it is of another model, or cannot be read; nothing is changed then.
+        """
+        with _without_gradients(objects) as dropped:
+            plan = self._plan(objects)
+            self._read(plan.state)
+            agree(lambda: plan.check(self))
+            dropped.clear()
+        for name, model in objects.models.items():
+            set_model_state_dict(model, plan.state[plan.keys[name]])
+        for name, optimizer in objects.optimizers.items():
+            if name in plan.keys:
+                self._set_optimizer(objects.models[plan.owners[name]], optimizer, plan.state[plan.keys[name]])
+        notes = [*plan.notes, *self._set_rest(objects, plan)]
+        step = rank.trainer.trained_steps if self.record is None else self.record.step
+        rank.trainer.trained_steps = step
+        drop_gradients(objects)
+        return LoadReply(
+            folder=str(self.folder),
+            step=step,
+            saved_ranks=dist.get_world_size() if self.record is None else self.record.world_size,
+            variables=tuple(name for name in (*plan.keys, *plan.others)),
+            notes=tuple(notes),
+        )
+
+    @staticmethod
+    def _set_optimizer(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"]:
+            set_optimizer_state_dict(model, optimizer, state)
+            return
+        optimizer.state.clear()
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _plan(self, objects: TrainingObjects) -> LoadingPlan:
+        """Return what is read into what; raises UsageError on all ranks if the checkpoint is of another model."""
+        owners, stray = owners_of(objects)
+        plan = LoadingPlan(owners={}, notes=[f"{name} is left as it is: it trains no model" for name in stray])
+
+        models = {name: _copied(get_model_state_dict(model)) for name, model in objects.models.items()}
+
+        def find() -> None:
+            for name, wanted in models.items():
+                key = self._key_of(name, wanted)
+                self._check_same(name, key, wanted)
+                plan.add(name, key, wanted)
+
+        def find_state() -> None:
+            for name in objects.optimizers:
+                if name in owners:
+                    self._plan_optimizer(plan, name, owners[name], states[name])
+
+        agree(find)
+        states = {
+            name: _copied(optimizer_state(objects.models[owner], objects.optimizers[name], with_new=True))
+            for name, owner in owners.items()
+        }
+        agree(find_state)
+        plan.others = [name for name in objects.others if name in self._keys]
+        for name in plan.others:
+            plan.state[name] = ()
+        plan.state[RANKS] = {key.partition(".")[2]: () for key in self._keys if key.startswith(f"{RANKS}.")}
+        return plan
+
+    def _key_of(self, name: str, names: Iterable[str], infix: str = "") -> str:
+        """Return under which key a model or an optimizer is: its own, or the only one that has these names."""
+        wanted = list(names)
+        if not wanted or any(key.startswith(f"{name}.{infix}") for key in self._keys):
+            return name
+        end = f"{infix}{wanted[0]}"
+        found = {key[: -len(end)].rstrip(".") for key in self._keys if key.endswith(end)}
+        found = {each for each in found if each and f"{each}.{end}" in self._keys}
+        if infix == "":
+            found = {each for each in found if not each.endswith((".state", ".exp_avg")) and ".state." not in each}
+        return found.pop() if len(found) == 1 else name
+
+    def _check_same(self, name: str, key: str, wanted: Mapping[str, Any]) -> None:
+        """Raise UsageError unless the checkpoint has the entries of a model, with their shapes, and no others."""
+        saved = {
+            each.removeprefix(f"{key}."): found for each, found in self._keys.items() if each.startswith(f"{key}.")
+        }
+        if not saved:
+            kept = sorted({each.partition(".")[0] for each in self._keys} - {RANKS})
+            raise UsageError(f"{self.folder} has no {name}: it has {', '.join(kept)}")
+        wrong = f"{self.folder} is of another model than {name}"
+        for entry, value in wanted.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            found = saved.get(entry)
+            if found is None:
+                raise UsageError(f"{wrong}: it has no {entry}{_shape_words(value.shape)}")
+            if isinstance(found, TensorStorageMetadata) and found.size != value.shape:
+                raise UsageError(f"{wrong}: {entry} is {tuple(found.size)} there, and {tuple(value.shape)} here")
+        for entry, found in saved.items():
+            if entry not in wanted and isinstance(found, TensorStorageMetadata):
+                raise UsageError(f"{wrong}: it has {entry}{_shape_words(found.size)}, which {name} lacks")
+
+    def _plan_optimizer(self, plan: LoadingPlan, name: str, owner: str, state: dict[str, Any]) -> None:
+        entries = [f"{param}.{entry}" for param, own in state["state"].items() for entry in own]
+        key = self._key_of(name, entries, "state.")
+        has_any = any(each.startswith(f"{key}.state.") for each in self._keys)
+        has_options = any(each.startswith(f"{key}.param_groups.") for each in self._keys)
+        if not has_any and not has_options:
+            plan.notes.append(f"{name} starts from nothing: {self.folder} has no state of it")
+            return
+        if not has_any:
+            state["state"] = {}
+        else:
+            missing = [entry for entry in entries if f"{key}.state.{entry}" not in self._keys]
+            if missing:
+                raise UsageError(f"{self.folder} is of another optimizer than {name}: it has no state {missing[0]}")
+        plan.owners[name] = owner
+        plan.params[name] = [list(group["params"]) for group in state["param_groups"]]
+        plan.add(name, key, state)
+
+    def _read(self, state: dict[str, Any]) -> None:
+        """Read the values of a state dict; raises UsageError on all ranks."""
+        try:
+            load_state(state, storage_reader=self.reader, planner=SafePlanner(allow_partial_load=True))
+        except CheckpointException as error:
+            rank, (cause, _) = min(error.failures.items())
+            why = str(cause) if isinstance(cause, UsageError) else f"{type(cause).__name__}: {cause}"
+            raise UsageError(f"rank {rank} cannot read {self.folder}: {why.partition(chr(10))[0]}") from None
+
+    def _set_rest(self, objects: TrainingObjects, plan: LoadingPlan) -> Iterator[str]:
+        """Set everything but models and optimizers; yield what stays as it is, a sentence each."""
+        self.of_ranks = by_rank = {int(number): held[0] for number, held in plan.state[RANKS].items() if held}
+        is_same_number = len(by_rank) == (now := dist.get_world_size())
+        own = by_rank.get(dist.get_rank(), {}) if is_same_number else {}
+        for name, each in objects.others.items():
+            if name in plan.others:
+                each.load_state_dict(plan.state[name][0])
+            elif name in own.get("others", {}):
+                each.load_state_dict(own["others"][name])
+                plan.others.append(name)
+            elif any(name in held["others"] for held in by_rank.values()):
+                yield f"{name} stays as it is: {len(by_rank)} ranks saved a state each, and there are {now} now"
+            else:
+                yield f"{name} stays as it is: the checkpoint has no state of it"
+        if own:
+            objects.random.set_plain(own["random"])
+        elif by_rank:
+            yield f"random numbers stay as they are: {len(by_rank)} ranks saved theirs, and there are {now} now"
+
+
+@dataclass
+class LoadingPlan:
+    """What is read from a checkpoint, into which memory.
+
+    Attributes:
+        owners: the model of each optimizer that is read.
+        keys: the key in the checkpoint of each model and optimizer that is read.
+        params: the names of parameters of each optimizer, by group.
+        others: the variables of everything else that all ranks read alike.
+        state: the state dict that is filled; none of its memory is in use.
+        notes: what is not as the user may expect, a sentence each.
+    """
+
+    owners: dict[str, str]
+    keys: dict[str, str] = field(default_factory=dict)
+    params: dict[str, list[list[str]]] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, key: str, state: dict[str, Any]) -> None:
+        """Add a model or an optimizer."""
+        self.keys[name] = key
+        self.state[key] = state
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise UsageError if what was read does not fit."""
+        for name, wanted in self.params.items():
+            found = [list(group["params"]) for group in self.state[self.keys[name]]["param_groups"]]
+            if found != wanted:
+                raise UsageError(
+                    f"{checkpoint.folder} is of another optimizer than {name}: its groups have other parameters"
+                )
+
+
+def _shape_words(shape: Iterable[int]) -> str:
+    return f" of shape {tuple(shape)}"
+
+
+def _copied(state: Any) -> Any:  # noqa: ANN401 - a state dict
+    """Return a state dict with memory of its own, of the same shapes."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_copied(value) for value in state]
+    return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+@contextmanager
+def _without_gradients(objects: TrainingObjects) -> Iterator[list[tuple[nn.Parameter, torch.Tensor | None]]]:
+    """Take the gradients away in the body, in which torch makes state only without; give back those still listed."""
+    held = [param for optimizer in objects.optimizers.values() for param in params_of(optimizer)]
+    kept = [(param, param.grad) for param in held]
+    for param in held:
+        param.grad = None
+    try:
+        yield kept
+    finally:
+        for param, grad in kept:
+            param.grad = grad
