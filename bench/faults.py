@@ -25,7 +25,7 @@ import plotly.graph_objects as go
 from bench.verdict_page import confusion, html_page, html_table
 from workbench import Workbench
 from workbench.errors import RankDied, RankError, UsageError
-from workbench.protocol.fault_kinds import KINDS
+from workbench.protocol.fault_kinds import KINDS, SAVE
 
 OUT = Path("build/faults.html")
 ENGINES = {"ours": "workbench", "torch": "torch"}
@@ -175,6 +175,8 @@ class Bench:
         try:
             if fault != CLEAN and KINDS[fault].shown_by == "where":
                 verdicts, recorder = self._of_stall(asks_recorder=self.engine == "torch")
+            elif fault != CLEAN and KINDS[fault].shown_by == SAVE:
+                verdicts = self._of_save()
             else:
                 verdicts = self._of_steps(0 if fault == CLEAN else KINDS[fault].steps)
             after = self._after(fault)
@@ -203,6 +205,15 @@ class Bench:
         if not steps:  # steps may train NaN, of which verify says nothing
             found += self._asked("the step", self._wb.step)
         return (*found, *self._asked("explain step", lambda: self._wb.explain("step")))
+
+    def _of_save(self) -> tuple[Verdict, ...]:
+        """Save a checkpoint, whose error is the verdict."""
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                self._wb.save(folder)
+            except UsageError as error:
+                return (Verdict(instrument=SAVE, rule=type(error).__name__, text=str(error)),)
+        return ()
 
     def _of_stall(self, *, asks_recorder: bool) -> tuple[tuple[Verdict, ...], str]:
         """Take a step in the background, and ask where the ranks are until there is a verdict; then abort."""

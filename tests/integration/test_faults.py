@@ -7,7 +7,7 @@ from tests.helpers.waiting import wait_until
 from workbench.protocol.fault_kinds import KINDS
 
 HANGS = ("skip-collective", "uneven-batches")
-ENDS = ("straggler", "wrong-order", "oom", "kill", CLEAN)
+ENDS = ("straggler", "wrong-order", "oom", "disk-full", "kill-during-save", "kill", CLEAN)
 
 
 TIMED = ("straggler", CLEAN)

@@ -15,6 +15,10 @@ REMOVE = "off"
 """Removes the fault."""
 
 
+SAVE = "save"
+"""The instrument of the faults that ``%fsdp save`` has; its error names them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultKind:
     """A fault that can be injected.
@@ -155,6 +159,21 @@ KINDS = _kinds(
         shown_by="the error",
         rules=("OutOfMemoryError",),
         steps=1,
+        is_drawn=False,
+    ),
+    FaultKind(
+        name="disk-full",
+        about="the disk of rank {rank} is full when it saves a checkpoint",
+        shown_by=SAVE,
+        rules=("UsageError",),
+        is_drawn=False,
+    ),
+    FaultKind(
+        name="kill-during-save",
+        about="rank {rank} is killed (SIGKILL) while it writes a checkpoint",
+        shown_by=SAVE,
+        rules=("RankDied",),
+        lasting="a killed rank does not come back: %fsdp stop, then %fsdp start",
         is_drawn=False,
     ),
 )

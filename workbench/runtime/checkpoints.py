@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.optim import Optimizer
 
+from workbench.base.text_formats import plural
 from workbench.errors import UsageError
 from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
 from workbench.protocol.commands import Load, Save
@@ -382,10 +383,17 @@ class Checkpoint:
         entries = [f"{param}.{entry}" for param, own in state["state"].items() for entry in own]
         key = self._key_of(name, entries, "state.")
         has_any = any(each.startswith(f"{key}.state.") for each in self._keys)
-        has_options = any(each.startswith(f"{key}.param_groups.") for each in self._keys)
-        if not has_any and not has_options:
+        begin = f"{key}.param_groups."
+        groups = {each.removeprefix(begin).partition(".")[0] for each in self._keys if each.startswith(begin)}
+        if not has_any and not groups:
             plan.notes.append(f"{name} starts from nothing: {self.folder} has no state of it")
             return
+        if groups and len(groups) != len(state["param_groups"]):
+            here = plural(len(state["param_groups"]), "group")
+            raise UsageError(
+                f"{self.folder} is of another optimizer than {name}: it has {plural(len(groups), 'group')} there, and "
+                f"{here} of parameters here"
+            )
         if not has_any:
             state["state"] = {}
         else:
@@ -452,13 +460,20 @@ class LoadingPlan:
         self.state[key] = state
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise UsageError if what was read does not fit."""
+        """Raise UsageError if what was read does not fit; name the parameters of groups as they are here.
+
+        Each API has its own order of them, and some have frozen ones too.
+        """
         for name, wanted in self.params.items():
-            found = [list(group["params"]) for group in self.state[self.keys[name]]["param_groups"]]
-            if found != wanted:
-                raise UsageError(
-                    f"{checkpoint.folder} is of another optimizer than {name}: its groups have other parameters"
-                )
+            groups = self.state[self.keys[name]]["param_groups"]
+            for number, (group, own) in enumerate(zip(groups, wanted, strict=True)):
+                here, there = (sorted(set(a) - set(b)) for a, b in ((own, group["params"]), (group["params"], own)))
+                if here and there:
+                    raise UsageError(
+                        f"{checkpoint.folder} is of another optimizer than {name}: group {number} has {there[0]} "
+                        f"there, and {here[0]} here"
+                    )
+                group["params"] = own
 
 
 def _shape_words(shape: Iterable[int]) -> str:

@@ -7,6 +7,7 @@ needs is checked before, by the functions given to the decorator. Hooks act on t
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from io import FileIO
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from workbench.engine.full_param import local_tensor
 from workbench.errors import UsageError
 from workbench.events import Edge, Kind, unit_words
 from workbench.protocol.fault_kinds import KINDS
+from workbench.runtime import checkpoint_writer
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.emptied_tensors import EmptiedTensors
 from workbench.runtime.lint_rules import parts_of
@@ -273,6 +276,39 @@ def oom(scene: FaultScene) -> Iterator[None]:
 
     with _held(*([_before(scene.module, allocate)] if scene.is_here else [])):
         yield
+
+
+@injects()
+def disk_full(scene: FaultScene) -> Iterator[None]:
+    """Fail the writes of checkpoints on one rank as a full disk does."""
+
+    def fail(file: FileIO, chunk: memoryview) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with _writing_by(fail) if scene.is_here else nullcontext():
+        yield
+
+
+@injects()
+def kill_during_save(scene: FaultScene) -> Iterator[None]:
+    """Kill the process of one rank when it has written half of a part of a checkpoint."""
+
+    def die(file: FileIO, chunk: memoryview) -> None:
+        file.write(chunk[: len(chunk) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with _writing_by(die) if scene.is_here else nullcontext():
+        yield
+
+
+@contextmanager
+def _writing_by(write: Callable[[FileIO, memoryview], None]) -> Iterator[None]:
+    original = checkpoint_writer.write_chunk
+    checkpoint_writer.write_chunk = write
+    try:
+        yield
+    finally:
+        checkpoint_writer.write_chunk = original
 
 
 # ---- wrong numbers
