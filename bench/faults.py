@@ -212,7 +212,7 @@ class Bench:
             try:
                 self._wb.save(folder)
             except UsageError as error:
-                return (Verdict(instrument=SAVE, rule=type(error).__name__, text=str(error)),)
+                return (Verdict(instrument="save", rule=type(error).__name__, text=str(error)),)
         return ()
 
     def _of_stall(self, *, asks_recorder: bool) -> tuple[tuple[Verdict, ...], str]:

@@ -6,7 +6,7 @@ export const DEVICES = ["auto", "cpu", "cuda"];
 export const STRATEGIES = {"full": "FULL_SHARD", "grad": "SHARD_GRAD_OP", "none": "NO_SHARD", "hybrid": "HYBRID_SHARD", "hybrid2": "_HYBRID_SHARD_ZERO2"};
 export const HYBRID = ["hybrid", "hybrid2"];
 export const EXAMPLE = "%%fsdp\n# A small GPT that learns to predict characters. Run this cell, then %fsdp shard model, then %fsdp step 5.\nimport torch\nfrom workbench.zoo import GPT, GPTConfig, load_text, next_token_loss, rank_generator, sample_batch\n\ntext = load_text()\ntorch.manual_seed(0)  # the same model on every rank\nmodel = GPT(GPTConfig(vocab_size=len(text.characters), num_blocks=4, width=128, max_tokens=64)).to(device)\noptimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)\ngenerator = rank_generator(seed=0, rank=rank)  # other samples on every rank\n\n\ndef train_step():\n    inputs, targets = sample_batch(text.train, num_sequences=8, num_tokens=64, generator=generator)\n    loss = next_token_loss(model(inputs.to(device)), targets.to(device))\n    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n    return loss.item()\n";
-export const FAULT_KINDS = {"straggler": "rank R sleeps MS ms in every forward of unit UNIT", "skip-collective": "rank R leaves out an all-reduce that all other ranks issue before each forward", "wrong-order": "rank R gathers unit UNIT before the units that all other ranks gather first", "uneven-batches": "rank R has no more batches: its train_step returns at once", "wrong-scale": "gradients are summed over the ranks instead of averaged", "partial-norm": "each rank clips its gradients by the norm of its own rows instead of the norm of all rows", "no-sync-left-on": "gradient synchronisation of unit UNIT stays off: its gradients are never reduced", "stale-optimizer": "the optimizer holds the parameters from before sharding, so its steps do not train the model", "untouched-buffer": "unit UNIT has a buffer that to_empty allocated and nothing has written since", "same-data": "the DataLoaders draw the same rows on every rank: a RandomSampler instead of a DistributedSampler", "bf16-master": "parameters and optimizer state are bfloat16, without a float32 copy", "drifting-replica": "rank R has other values of unit UNIT than the other replicas", "nan": "the output of unit UNIT is NaN on rank R", "kill": "rank R is killed (SIGKILL) in the next forward of unit UNIT", "oom": "rank R runs out of memory in every forward of unit UNIT"};
+export const FAULT_KINDS = {"straggler": "rank R sleeps MS ms in every forward of unit UNIT", "skip-collective": "rank R leaves out an all-reduce that all other ranks issue before each forward", "wrong-order": "rank R gathers unit UNIT before the units that all other ranks gather first", "uneven-batches": "rank R has no more batches: its train_step returns at once", "wrong-scale": "gradients are summed over the ranks instead of averaged", "partial-norm": "each rank clips its gradients by the norm of its own rows instead of the norm of all rows", "no-sync-left-on": "gradient synchronisation of unit UNIT stays off: its gradients are never reduced", "stale-optimizer": "the optimizer holds the parameters from before sharding, so its steps do not train the model", "untouched-buffer": "unit UNIT has a buffer that to_empty allocated and nothing has written since", "same-data": "the DataLoaders draw the same rows on every rank: a RandomSampler instead of a DistributedSampler", "bf16-master": "parameters and optimizer state are bfloat16, without a float32 copy", "drifting-replica": "rank R has other values of unit UNIT than the other replicas", "nan": "the output of unit UNIT is NaN on rank R", "kill": "rank R is killed (SIGKILL) in the next forward of unit UNIT", "oom": "rank R runs out of memory in every forward of unit UNIT", "disk-full": "the disk of rank R is full when it saves a checkpoint", "kill-during-save": "rank R is killed (SIGKILL) while it writes a checkpoint"};
 export const VIEWS = {"layout": "draw which rank holds which rows of each parameter", "memory": "draw bytes by class over time, and name the peak", "timeline": "draw compute, collectives and waits of a step, per rank", "states": "draw which unit is sharded, gathering, unsharded or reducing, over time", "comms": "count collectives of a step per unit: calls, bytes (also between hosts) and time, next to the expected numbers", "training": "draw loss, step time and other logged metrics"};
 
 export interface PanelMessage { readonly number: number; }
@@ -492,6 +492,8 @@ export interface Step {
   readonly fn?: string;
   readonly until?: string;
   readonly background?: boolean;
+  readonly save?: string;
+  readonly every?: number;
 }
 
 export interface Run {
@@ -502,6 +504,10 @@ export interface Run {
   readonly until?: string;
   readonly background?: boolean;
 }
+
+export interface Save { readonly word: "save"; readonly folder: string; }
+
+export interface Load { readonly word: "load"; readonly folder: string; }
 
 export interface Pause { readonly word: "pause"; }
 
@@ -544,6 +550,7 @@ export interface Verify {
   readonly model?: string;
   readonly fn?: string;
   readonly repeat?: boolean;
+  readonly resume?: string;
 }
 
 export interface InjectFault {
@@ -647,9 +654,9 @@ export type ViewAnswer =
 
 export type Command =
   | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Plan | Unshard | Lint
-  | Step | Run | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate | Back
-  | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline | DrawStates
-  | DrawComms | DrawTraining | Compare | Export | Open | History | Example | Help;
+  | Step | Run | Save | Load | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate
+  | Back | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline
+  | DrawStates | DrawComms | DrawTraining | Compare | Export | Open | History | Example | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

@@ -29,6 +29,8 @@ ACTS = {
     "unshard",
     "lint",
     "step",
+    "save",
+    "load",
     "run",
     "pause",
     "next",

@@ -538,6 +538,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "unsharded": [],
         "never_cleared": [],
         "rows": [],
+        "saved": [],
     }
 
 

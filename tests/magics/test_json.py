@@ -22,6 +22,7 @@ from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.magics.command_lines import WORDS, has_json, help_text, parse_line
+from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
 from workbench.protocol.commands import Break, Evaluate, Help, Inspect, UnshardReply, VerifyReply
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.protocol.rank_messages import JobReply
@@ -37,6 +38,9 @@ VERIFIED = VerifyReply(
     loss_sharded=float("nan"),
     loss_reference=None,
 )
+
+
+SAVED = SaveReply(folder="a/step-3", step=3, num_bytes=9, blocked_s=0.1, variables=("model", "opt"), notes=("none",))
 
 
 def read(cell):
@@ -57,6 +61,8 @@ def trained(notebook):
         "verify": gives(encode(VERIFIED)),
         "fault": gives(encode(FaultReply(name="nan", rank=1, unit="blocks.0", ms=200, is_on=True))),
         "step": notebook.fake.trains(3),
+        "save": gives(encode(SAVED)),
+        "load": gives(encode(LoadReply(folder="a/step-3", step=3, saved_ranks=2, variables=("model",)))),
     }
     notebook.ok("%fsdp step 3")
     notebook.fake.script["step"] = gives(step_result(3))
@@ -83,6 +89,8 @@ IDLE = {
     "unshard model": "UnshardReport",
     "lint": "LintReport",
     "step 3": "StepReport",
+    "save {folder}": "SaveReport",
+    "load {folder}": "LoadReport",
     "step 3 --background": "BackgroundReport",
     "break add forward:blocks.0 --rank 2 --when 'num_bytes > 1'": "BreakReport",
     "break list": "BreakReport",

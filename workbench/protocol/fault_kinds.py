@@ -15,8 +15,8 @@ REMOVE = "off"
 """Removes the fault."""
 
 
-SAVE = "save"
-"""The instrument of the faults that ``%fsdp save`` has; its error names them."""
+SAVE = "save FOLDER"
+"""The line whose error names the faults of checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)

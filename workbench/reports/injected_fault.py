@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from workbench.base.text_formats import plural
 from workbench.protocol.commands import InjectFault
-from workbench.protocol.fault_kinds import KINDS, RANDOM, SAVE, FaultKind, FaultReply
+from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
 from workbench.reports.report import Report
 from workbench.reports.results import says
 
@@ -56,8 +56,6 @@ class InjectReport(Report):
 
 def instrument_words(kind: FaultKind) -> str:
     """Return what to type so that a fault is named, as text."""
-    if kind.shown_by == SAVE:
-        return f"the error of %fsdp {SAVE} FOLDER"
     if not kind.shown_by.startswith("the "):
         line = f"%fsdp {kind.shown_by}"
         if kind.shown_by == "where":
