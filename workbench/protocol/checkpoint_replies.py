@@ -57,7 +57,7 @@ class ResumeCheck:
         relative: norm of its difference relative to its norm.
         loaded: parameters and buffers that differ before the step, the first few.
         fresh: optimizers that start from nothing although they have taken steps.
-        has_equal_random: whether several ranks saved the same random numbers.
+        has_equal_random: whether the step draws random numbers, and several ranks saved the same ones.
         detached: entries of the models' state dicts that share no memory with a parameter or buffer.
         notes: what the load left as it was, a sentence each.
     """

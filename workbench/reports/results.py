@@ -511,7 +511,7 @@ class VerifyReport(StepComparison, Report):
         ]
         if (self.ok and len(self.not_finite) == self.num_params) or (self.resumed and not self.could_compare):
             found = []  # nothing could be compared
-        if self.loss_sharded is not None and self.loss_reference is not None:
+        if self.loss_sharded is not None and self.loss_reference is not None and found:
             both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
             which = "{} in the second run, {} in the first" if self.is_repeated else "{} sharded, {} unsharded"
             which = "{} from the checkpoint, {} without" if self.resumed else which

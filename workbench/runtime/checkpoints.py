@@ -295,7 +295,7 @@ class Checkpoint:
         for name, optimizer in objects.optimizers.items():
             if name in plan.keys:
                 self._set_optimizer(objects.models[plan.owners[name]], optimizer, plan.state[plan.keys[name]])
-        notes = [*plan.notes, *self._set_rest(objects, plan)]
+        notes = [*plan.notes, *self._set_rest(objects, plan), *self._left_out(objects)]
         step = rank.trainer.trained_steps if self.record is None else self.record.step
         rank.trainer.trained_steps = step
         drop_gradients(objects)
@@ -412,6 +412,14 @@ class Checkpoint:
             rank, (cause, _) = min(error.failures.items())
             why = str(cause) if isinstance(cause, UsageError) else f"{type(cause).__name__}: {cause}"
             raise UsageError(f"rank {rank} cannot read {self.folder}: {why.partition(chr(10))[0]}") from None
+
+    def _left_out(self, objects: TrainingObjects) -> Iterator[str]:
+        """Yield what of the checkpoint has no variable here, a sentence each."""
+        if self.record is not None:
+            here = {*objects.optimizers, *objects.others}
+            for name in (*self.record.optimizers, *self.record.others):
+                if name not in here:
+                    yield f"the checkpoint has {name}, and no such variable is here"
 
     def _set_rest(self, objects: TrainingObjects, plan: LoadingPlan) -> Iterator[str]:
         """Set everything but models and optimizers; yield what stays as it is, a sentence each."""

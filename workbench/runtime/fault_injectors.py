@@ -304,7 +304,7 @@ def kill_during_save(scene: FaultScene) -> Iterator[None]:
 @contextmanager
 def _writing_by(write: Callable[[FileIO, memoryview], None]) -> Iterator[None]:
     original = checkpoint_writer.write_chunk
-    checkpoint_writer.write_chunk = write
+    checkpoint_writer.write_chunk = write  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from workbench.runtime.trainer import loss_of
 from workbench.runtime.training_state import TrainingObjects, local_part, model_tensors
 
 _SHOWN = 3
+_TORCHS = ("torch", "device")  # the generators that dropout draws from
 
 
 def resumed(
@@ -52,8 +53,9 @@ def resumed(
     steps_of = {name: _num_entries(optimizer) for name, optimizer in objects.optimizers.items()}
     detached = _detached(objects)
     with restored(), program.restored():
-        before = _values(objects)
+        before, numbers = _values(objects), objects.random.plain()
         loss = loss_of(step())
+        draws = any(numbers[kind] != state for kind, state in objects.random.plain().items() if kind in _TORCHS)
         expected = _values(training_objects(rank))
     with ExitStack() as stack:
         stack.callback(setattr, rank.trainer, "trained_steps", now)
@@ -75,7 +77,7 @@ def resumed(
         relative=relative(found[wrong[0]], expected[wrong[0]]) if wrong else 0.0,
         loaded=tuple(loaded[:_SHOWN]),
         fresh=tuple(fresh),
-        has_equal_random=_has_equal_random(checkpoint.of_ranks),
+        has_equal_random=draws and _has_equal_random(checkpoint.of_ranks),
         detached=tuple(detached),
         notes=reply.notes,
     )
@@ -150,5 +152,5 @@ def _other(values: torch.Tensor) -> torch.Tensor:
 
 
 def _has_equal_random(of_ranks: Mapping[int, Mapping[str, Any]]) -> bool:
-    states = [held["random"].get("torch") for held in of_ranks.values()]
+    states = [[held["random"].get(kind) for kind in _TORCHS] for held in of_ranks.values()]
     return len(states) > 1 and all(state == states[0] for state in states)

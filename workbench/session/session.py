@@ -40,7 +40,7 @@ from workbench.protocol.rank_messages import (
     SetBreakpoints,
     Stacks,
 )
-from workbench.replay.grouping import label
+from workbench.replay.grouping import by_value, label
 from workbench.replay.run_positions import RunPosition, RunState, begins_of_newest_step, live_positions
 from workbench.reports.event_text import unit_names
 from workbench.reports.failures import (
@@ -229,7 +229,8 @@ class Session:
         idle = [rank for rank in self.living() if rank not in here and rank not in busy]
         if timeout_s < PATIENT_S:
             here |= answers(self.cluster, Locate(), idle, timeout_s=PATIENT_S)
-        return dict.fromkeys(busy, "busy") | {rank: position.doing or "idle" for rank, position in here.items()}
+        doing = {rank: position.saving or position.doing or "idle" for rank, position in here.items()}
+        return dict.fromkeys(busy, "busy") | doing
 
     def _busy(self) -> set[int]:
         """Return the ranks that have not ended the request under way, or one that the notebook no longer waits for."""
@@ -754,7 +755,11 @@ class Session:
                 lines = self.ask(LocateLine())
                 request.worked = self._who_works(request, seconds, lines)
                 cause = self._cause(request, self._collector.heard, lines)
-            notice = "; ".join(filter(None, ["" if cause is None else cause.verdict, awaited or request.worked]))
+            saving = by_value((rank, position.saving) for rank, position in self._collector.heard.items())
+            saves = [f"{label(ranks)}: {words}" for words, ranks in saving.items() if words]
+            notice = "; ".join(
+                filter(None, ["" if cause is None else cause.verdict, *saves, awaited or request.worked])
+            )
             has_means = request.thread is None and (requested or request.watch.is_exhausted)
             return f"{notice}; {request.watch.next_means}" if has_means else notice
 
