@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from workbench.engine.backends.memory_aliasing import storage_address
 from workbench.models.engines import is_wrapper
 from workbench.protocol.checkpoint_replies import ResumeCheck
 from workbench.protocol.commands import VerifyReply
@@ -120,15 +121,12 @@ def _detached(objects: TrainingObjects) -> list[str]:
     for name, model in objects.models.items():
         if any(map(is_wrapper, model.modules())):
             continue
-        own = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        own = {storage_address(local_part(tensor)) for tensor in (*model.parameters(), *model.buffers())}
         entries = {key: v for key, v in get_model_state_dict(model).items() if isinstance(v, torch.Tensor)}
-        apart = [key for key, value in entries.items() if local_part(value).numel() and _memory(value) not in own]
+        local = {key: local_part(value) for key, value in entries.items()}
+        apart = [key for key, value in local.items() if value.numel() and storage_address(value) not in own]
         found += [f"{name}.{key}" for key in apart if len(apart) < len(entries)]
     return found
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return local_part(tensor).untyped_storage().data_ptr()
 
 
 @torch.no_grad()
