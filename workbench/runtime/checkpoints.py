@@ -106,6 +106,7 @@ class Saver:
         self._folder, self._rank = folder, rank
         self._writer: CheckpointWriter | None = None
         self._notes: tuple[str, ...] = ()
+        self._failed: tuple[str, ...] = ()
         self._saved: list[SaveReply] = []
 
     def begin(self) -> None:
@@ -117,7 +118,8 @@ class Saver:
         self._await()
         with aside(self._rank):
             objects = training_objects(self._rank)
-            state, self._notes = state_to_save(objects)
+            state, notes = state_to_save(objects)
+            self._notes = (*self._failed, *notes)
             record = CheckpointRecord(
                 step=self._rank.trainer.trained_steps,
                 world_size=self._rank.groups.world_size,
@@ -142,6 +144,9 @@ class Saver:
         """Wait for the checkpoint before; for one of an earlier command, which raised, without the other ranks."""
         if self._rank.writer is not None and self._rank.writer is not self._writer:
             self._rank.writer.wait_alone()
+            if self._rank.writer.error:
+                self._failed = (f"an earlier save failed: {self._rank.writer.error}",)
+            self._rank.writer = None
         writer, self._writer = self._writer, None
         if writer is not None:
             with self._rank.watch.paused():
