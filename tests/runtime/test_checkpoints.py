@@ -281,7 +281,13 @@ def refusals(folder):
     execute(InjectFault("disk-full", rank=1))
     refused("disk full", Save(f"{folder}/step-1"))
     refused("disk full while training", Step(count=2, save=f"{folder}/step-1", every=1), kept=False)
+    good = ns["train_step"]
+    ns["train_step"] = lambda calls=[good, good]: calls.pop()()
+    with pytest.raises(IndexError):
+        execute(Step(count=3, save=f"{folder}/step-1", every=2))
+    ns["train_step"] = good
     execute(InjectFault("off"))
+    assert "an earlier save failed: " in execute(Save(f"{folder}/empty"))["notes"][0]
     before = whole(ns)
     ns["loader"].state_dict = lambda: {"open": open}
     refused("unsafe", Save(f"{folder}/step-1"))

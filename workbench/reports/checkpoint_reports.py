@@ -84,7 +84,7 @@ def saved_report(by_rank: Sequence[SaveReply]) -> SaveReport:
         num_bytes=sum(saved.num_bytes for saved in by_rank),
         blocked_s=max(saved.blocked_s for saved in by_rank),
         variables=first.variables,
-        notes=first.notes,
+        notes=tuple(dict.fromkeys(note for saved in by_rank for note in saved.notes)),
     )
 
 

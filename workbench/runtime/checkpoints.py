@@ -149,8 +149,12 @@ class Saver:
             self._rank.writer = None
         writer, self._writer = self._writer, None
         if writer is not None:
-            with self._rank.watch.paused():
-                writer.wait()
+            try:
+                with self._rank.watch.paused():
+                    writer.wait()
+            finally:
+                if not writer.is_running:  # what it raises is reported now
+                    self._rank.writer = None
             self._saved.append(_reply(writer, self._notes))
 
 
