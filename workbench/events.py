@@ -654,7 +654,23 @@ class ParamTensors:
     places: tuple[tuple[object, str], ...] = ()
 
 
-UNIT_INDICES = itertools.count()
+class UnitIndices:
+    """The indices of units in this process, from 0.
+
+    Attributes:
+        next: the index of the next unit.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> int:
+        """Return the index of a new unit."""
+        self.next += 1
+        return self.next - 1
+
+
+UNIT_INDICES = UnitIndices()
 """Indices for the units of this process, whatever their source."""
 
 GROUP_INDICES = itertools.count()

@@ -65,6 +65,7 @@ from workbench.reports.explain_report import ExplainReport
 from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
 from workbench.reports.fit_report import FitReport
+from workbench.reports.heal_report import HealReport
 from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
 from workbench.reports.pause_results import (
@@ -102,6 +103,7 @@ from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.script.fit_search import FitSearch
 from workbench.script.planner import plan_program
+from workbench.session.healing import heal
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.program import CompletedCommand, Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
@@ -462,6 +464,24 @@ class Workbench:
                 self._leave(lambda: left.append(session.cluster.stop()))
         on_notice("No ranks are running" if session is None else "Ranks stopped. The trace is kept: views still work")
         return "".join(left) or None
+
+    def heal(self, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice) -> HealReport:
+        """Replace ranks that died, repeat the cells and commands on all ranks, and restore the newest snapshot.
+
+        The steps since that snapshot are done again, so training goes on where it was. Nothing is recorded or printed
+        twice. Without a snapshot the steps are lost; the report says how many.
+
+        Args:
+            on_wait: as in :meth:`start`.
+            on_notice: called first, with a sentence for each cell that has effects outside the ranks.
+
+        Raises:
+            UsageError: no rank is lost, a request is under way, or their launcher cannot start single engines.
+            ClusterError, RankDied: another rank was lost meanwhile; call it again.
+            Interrupted: Ctrl-C; call it again.
+        """
+        with self._exchanging("start"):
+            return heal(self._started(), self._noting(on_wait), on_notice)
 
     def detach(self, on_notice: OnNotice = no_notice) -> None:
         """Release attached ranks, which keep their variables; the trace is kept.

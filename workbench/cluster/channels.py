@@ -26,12 +26,13 @@ class Channels:
         engines: session id of the engine of each rank.
 
     Attributes:
+        wire: likewise.
         engines: likewise.
         losses: how each lost rank was lost, in words, by rank; filled by the cluster.
     """
 
     def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
-        self._wire = wire
+        self.wire = wire
         self.engines = tuple(engines)
         self.losses: dict[int, str] = {}
         self._lock = threading.Lock()
@@ -39,20 +40,24 @@ class Channels:
         self._lost: dict[int, ClusterError] = {}
         self._open: dict[int, set[Future[Any]]] = {rank: set() for rank in range(len(engines))}
 
+    def registered(self) -> dict[str, int]:
+        """Return the ipyparallel engine id of every engine that has registered, by session id."""
+        return self.wire.engines()
+
     def call(self, name: str, args: Mapping[int, Sequence[Any]]) -> PendingReplies:
         """Call ``"module:function"`` in the main thread of each rank in ``args``, with that rank's arguments."""
-        return self._send(args, lambda rank, exchange: self._wire.call(self.engines[rank], name, args[rank], exchange))
+        return self._send(args, lambda rank, exchange: self.wire.call(self.engines[rank], name, args[rank], exchange))
 
     def evaluate(self, program: str, expression: str) -> PendingReplies:
         """Run a program on each rank, even without the workbench; the reply is the value of ``expression``."""
         return self._send(
             range(len(self.engines)),
-            lambda rank, exchange: self._wire.evaluate(self.engines[rank], program, expression, exchange),
+            lambda rank, exchange: self.wire.evaluate(self.engines[rank], program, expression, exchange),
         )
 
     def cell(self, code: str, ranks: Iterable[int]) -> PendingReplies:
         """Run ``code`` as a cell in the main thread of each of ``ranks``."""
-        return self._send(ranks, lambda rank, exchange: self._wire.cell(self.engines[rank], code, exchange))
+        return self._send(ranks, lambda rank, exchange: self.wire.cell(self.engines[rank], code, exchange))
 
     def _send(self, ranks: Iterable[int], send: Callable[[int, Exchange], None]) -> PendingReplies:
         """Call ``send`` with each of ``ranks`` that is not lost, and with the receiver of its reply."""
@@ -60,7 +65,7 @@ class Channels:
         for rank, answer in answers.items():
             if self._admit(rank, answer.future):
                 with self._sending:
-                    send(rank, self._wire.exchange(rank, answer))
+                    send(rank, self.wire.exchange(rank, answer))
         return PendingReplies(answers)
 
     def ask(self, request: RankRequest[R], ranks: Iterable[int], timeout_s: float) -> dict[int, R | Exception]:
@@ -96,21 +101,21 @@ class Channels:
         def ask() -> None:
             if not self.is_lost(rank):
                 with self._sending:
-                    self._wire.ask(self.engines[rank], rank, SILENT, {}, future)
+                    self.wire.ask(self.engines[rank], rank, SILENT, {}, future)
 
-        self._wire.later(delay_s, ask)
+        self.wire.later(delay_s, ask)
 
     def _put(self, kind: str, data: dict[str, Any], ranks: Iterable[int], timeout_s: float) -> dict[int, Future[Any]]:
         """Send a request to the control thread of each of ``ranks``; all returned futures are complete."""
         futures: dict[int, Future[Any]] = {rank: Future() for rank in ranks}
         admitted = {rank: future for rank, future in futures.items() if self._admit(rank, future)}
         with self._sending:
-            sent = {r: self._wire.ask(self.engines[r], r, kind, data, future) for r, future in admitted.items()}
+            sent = {r: self.wire.ask(self.engines[r], r, kind, data, future) for r, future in admitted.items()}
         concurrent.futures.wait(futures.values(), timeout_s)
         for rank, future in futures.items():
             settle(future, ClusterError(f"the control thread of rank {rank} has not answered within {timeout_s} s"))
         for message_id in sent.values():
-            self._wire.forget(message_id)
+            self.wire.forget(message_id)
         return futures
 
     def _admit(self, rank: int, future: Future[Any]) -> bool:
@@ -150,13 +155,13 @@ class Channels:
     def shut_down_engines(self) -> None:
         """Have every engine end its process, on any host, without waiting."""
         with self._sending:
-            self._wire.shut_down_engines()
+            self.wire.shut_down_engines()
 
     def close(self) -> None:
         """Close the connection; every open request completes with an error."""
         for rank in range(len(self.engines)):
             self.lose(rank, ClusterError(f"rank {rank} was stopped"))
-        self._wire.close()
+        self.wire.close()
 
 
 def _world(rank: int, future: Future[Any]) -> World | Exception | None:

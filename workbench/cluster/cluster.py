@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -27,11 +28,11 @@ from workbench.cluster.engine_provider import NOTICE_S, EngineProvider, OnWait, 
 from workbench.cluster.ipp_launch import IppLaunch, check_launcher, configures_launcher
 from workbench.cluster.local_launch import LocalLaunch
 from workbench.cluster.pending_replies import PendingReplies, ranks_in_words, select
-from workbench.cluster.rank_assignment import EngineInfo, boots, lookouts, misfits, seats
+from workbench.cluster.rank_assignment import EngineInfo, boots, in_order, lookouts, misfits, seats
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, RankRequest
-from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, World
+from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, RankPast, World
 
 R = TypeVar("R")
 
@@ -179,6 +180,47 @@ class Cluster:
         finally:
             if not self._rank_info:
                 self.stop()
+
+    def heal(self, pasts: Mapping[int, RankPast], on_wait: OnWait = no_wait) -> None:
+        """Start a process for each lost rank, and join all ranks into one process group; the others keep theirs.
+
+        All ranks become ranks anew, so nothing of theirs is sharded or recorded; the variables of the others stay.
+
+        Args:
+            pasts: what each rank continues.
+            on_wait: as in :meth:`start`.
+
+        Raises:
+            UsageError: the launcher cannot start single engines.
+            ClusterError: a rank did not start, or another one was lost meanwhile; :meth:`heal` may be called again.
+            Interrupted: Ctrl-C, as after a failure.
+        """
+        place, channels = self._place, self._reach()
+        if place is None:
+            return
+        self._notices = WaitNotices(on_wait, _QUICK_S)
+        lost = [rank for rank, is_alive in enumerate(self.alive()) if not is_alive]
+        try:
+            new = place.replace(lost, channels.registered)
+            engines = tuple(new.get(rank, engine) for rank, engine in enumerate(channels.engines))
+            self._open_channels(place, channels.wire, engines)
+            requests = self._boots_again(place)
+            self._install(place, self._rank_info)  # first, so that a rank can be freed if another one is lost now
+            self._rank_info = self._boot(place, {r: replace(b, past=pasts.get(r)) for r, b in requests.items()})
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted("The heal was cancelled: %fsdp heal begins it again") from interrupt
+        for rank in lookouts(self._rank_info):
+            self._watch_hosts(self._reach(), rank, frozenset())
+
+    def _boots_again(self, place: EngineProvider) -> dict[int, Boot]:
+        """Return the boot request of each rank, some of which have new engines."""
+        answers = self._survey(self._reach(), counts_devices=self.device != HOST)
+        self._wait(place, answers, "report its host and versions")
+        infos = self._infos(answers, answers.ranks)
+        seated = in_order(dict(zip(self._reach().engines, infos, strict=True)))
+        if wrong := misfits(seated, engine_probe.workbench_version()):
+            raise ClusterError("\n".join(wrong))
+        return boots(seated, self.device, self._interface)
 
     def _open(self) -> EngineProvider:
         """Begin to start or find the engines, without waiting."""
@@ -348,11 +390,16 @@ class Cluster:
             raise ClusterError("rank 0 did not send the address of the process group")
         connected = self._begin(place, dict.fromkeys(requests, Connect(address=address)))
         info = tuple(connected.values())
+        self._install(place, info)
+        return info
+
+    def _install(self, place: EngineProvider, info: tuple[ConnectReply, ...]) -> None:
+        """Set up the control channel of every rank."""
         world = encode(World(engines=self._reach().engines, ranks=info, holder=holder_here()))
         look_at = lookouts(info)
         handler = f"{self._runtime}:handle_request"
-        self._on_all(place, INSTALL, {rank: (handler, world, encode(look_at.get(rank, {}))) for rank in requests})
-        return info
+        args = {rank: (handler, world, encode(look_at.get(rank, {}))) for rank in range(len(info))}
+        self._on_all(place, INSTALL, args)
 
     def _begin(self, place: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
         """Run a start request in the main thread of every rank, and return the replies."""
@@ -367,7 +414,14 @@ class Cluster:
     def _on_all(self, place: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank during the start; the first failure ends the start."""
         pending = self._reach().call(name, args)
-        self._wait(place, pending, f"finish {name}")
+        try:
+            self._wait(place, pending, f"finish {name}")
+        except ClusterError:
+            if self._rank_info:  # ranks that were to begin again wait for one that does not
+                living = [rank for rank, is_alive in enumerate(self.alive()) if is_alive]
+                free(self._reach(), living, pending, "another rank was lost")
+                pending.wait(_PATIENCE_S)
+            raise
         return pending.results()
 
     def _wait(self, place: EngineProvider, pending: PendingReplies, what: str) -> None:

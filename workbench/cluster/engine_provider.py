@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from workbench.errors import UsageError
 
 Registered = Callable[[], dict[str, int]]
 """Returns the ipyparallel engine id of every engine that has registered, by session id."""
@@ -75,6 +77,18 @@ class EngineProvider(ABC):
         Raises:
             ClusterError: some did not register; the message says which, and why if that is known.
         """
+
+    def replace(self, ranks: Sequence[int], registered: Registered) -> dict[int, str]:
+        """Start another engine for each of ``ranks``, which are lost, and wait until it has registered.
+
+        Returns:
+            the session id of the new engine of each rank.
+
+        Raises:
+            UsageError: it cannot start single engines; the message says what it needs.
+            ClusterError: one did not start.
+        """
+        raise UsageError("the launcher of these ranks cannot start one alone: %fsdp stop, then %fsdp start")
 
     def is_overdue(self) -> bool:
         """Return whether the current wait has timed out."""

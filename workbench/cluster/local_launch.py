@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -194,6 +194,7 @@ class LocalLaunch(EngineProvider):
         self._on_exit = on_exit
         self._watched: dict[int | None, ChildProcess | ForkedRank] = {}
         self._zygote: Zygote | None = None
+        self._num_replaced = 0
         self._root = private_directory(profile)
         self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
@@ -234,6 +235,29 @@ class LocalLaunch(EngineProvider):
             on_exit=lambda rank, _code: self._on_exit(rank),
         )
         self._watched |= dict(enumerate(ranks))
+
+    def replace(self, ranks: Sequence[int], registered: Registered) -> dict[int, str]:
+        """Start another process for each of ``ranks``, which have ended, and wait until its engine has registered.
+
+        Returns:
+            the session id of the new engine of each rank.
+
+        Raises:
+            ClusterError: one did not start.
+        """
+        self._num_replaced += 1
+        new = {rank: f"{self._id}-rank-{rank}-{self._num_replaced}" for rank in ranks}
+        self.engines = tuple(new.get(rank, engine) for rank, engine in enumerate(self.engines))
+        self.deadline = time.monotonic() + self._timeout_s
+        for rank, engine in new.items():
+            if self._zygote is None:
+                self._spawn(rank, engine_command(self._root, engine, self._timeout_s))
+            else:
+                arguments = engine_arguments(self._root, engine, self._timeout_s)
+                self._watched[rank] = self._zygote.replace(rank, arguments, self._log_file(rank))
+        while missing := [rank for rank, engine in new.items() if engine not in registered()]:
+            self._wait_a_moment(f"{ranks_in_words(missing)} did not start", [*missing], "a process takes its place")
+        return new
 
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, let the engines connect, and return its connection file for clients.

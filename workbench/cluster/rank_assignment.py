@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from workbench.base.devices import AUTO, DEVICES, HOST
 from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
@@ -71,21 +70,26 @@ def seats(found: Mapping[str, EngineInfo], num_ranks: int | None = None) -> tupl
 
     Hosts are ordered by name, ``node2`` before ``node10``; engines of a host keep their order in ``found``.
     """
-    chosen = sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]
-    labels = _labels(info for _, info in chosen)
+    return in_order(dict(sorted(found.items(), key=lambda item: _host_key(item[1]))[:num_ranks]))
+
+
+def in_order(found: Mapping[str, EngineInfo]) -> tuple[RankAssignment, ...]:
+    """Return the engines as ranks in this order."""
+    labels = _labels(found.values())
+    on_host = Counter(info.identity for info in found.values())
+    before = Counter[str]()
     result = []
-    for identity, of_host in groupby(chosen, key=lambda item: item[1].identity):
-        local = list(of_host)
-        for local_rank, (engine, info) in enumerate(local):
-            result.append(
-                RankAssignment(
-                    engine=engine,
-                    info=info,
-                    local_rank=local_rank,
-                    local_world_size=len(local),
-                    label=labels[identity],
-                )
+    for engine, info in found.items():
+        before[info.identity] += 1
+        result.append(
+            RankAssignment(
+                engine=engine,
+                info=info,
+                local_rank=before[info.identity] - 1,
+                local_world_size=on_host[info.identity],
+                label=labels[info.identity],
             )
+        )
     return tuple(result)
 
 

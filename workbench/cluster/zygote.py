@@ -1,7 +1,7 @@
 """The zygote: a process that imports torch once and forks all ranks, which saves an import per rank.
 
 It forks one child per rank while it is still single-threaded and has no socket. Each child becomes an engine with its
-own session, log file and process id. The zygote then only waits for its children and reports each start
+own session, log file and process id. The zygote waits for its children and for requests, and reports each start
 (``{"rank": 0, "pid": 12}``) and end (``{"rank": 0, "code": -9}``) to the kernel, as one JSON line. A child dies with
 the zygote (Linux's parent death signal), so every running rank has a parent that waits for it. Once all children have
 ended the zygote is idle again and can fork the ranks of another cluster (zygote_cache.py).
@@ -24,12 +24,13 @@ import os
 import re
 import runpy
 import secrets
+import select
 import signal
 import site
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from workbench.errors import ClusterError
 
 _DIE_S = 5.0  # limit for a process to die of a signal
 _PR_SET_PDEATHSIG = 1
+_MANY = 2**16  # bytes read at once
 _ENV_START = 47  # index of the environment's address among the fields of /proc/PID/stat after the name
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts its threads at import
 # no import reads these: the workbench's own, and the others, of which the last has the name of pytest's current test
@@ -99,6 +101,7 @@ class Zygote:
         self._reaper = Reaper(marker)
         self._ranks: list[ForkedRank] = []
         self._thread: threading.Thread | None = None
+        self._listening = threading.Lock()  # held while the thread that listens begins or ends
         with log.open("wb") as file:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "workbench.cluster.zygote"],
@@ -152,13 +155,30 @@ class Zygote:
         Returns:
             The handle of each rank, filled in as the zygote reports.
         """
-        self._ranks = ranks = [ForkedRank() for _ in arguments]
-        engines = [{"arguments": list(a), "log": str(log)} for a, log in zip(arguments, logs, strict=True)]
-        self._ask({"preload": self._preload, "engines": engines, "environment": dict(environment)})
-        name = f"zygote(pid={self._popen.pid})"
-        self._thread = threading.Thread(target=self._listen, args=(ranks, on_born, on_exit), name=name, daemon=True)
-        self._thread.start()
-        return ranks
+        self._ranks = [ForkedRank() for _ in arguments]
+        self._environment, self._on_born, self._on_exit = dict(environment), on_born, on_exit
+        return [self._fork(rank, *of_rank) for rank, of_rank in enumerate(zip(arguments, logs, strict=True))]
+
+    def replace(self, rank: int, arguments: Sequence[str], log: Path) -> ForkedRank:
+        """Have the zygote fork a rank that has ended once more, without waiting for it; return its new handle.
+
+        Raises:
+            ClusterError: the zygote has ended.
+        """
+        if self._popen.poll() is not None:
+            raise ClusterError(f"the process that ranks are forked from has ended: no process for rank {rank}")
+        self._ranks[rank] = ForkedRank()
+        return self._fork(rank, arguments, log)
+
+    def _fork(self, rank: int, arguments: Sequence[str], log: Path) -> ForkedRank:
+        engine = {"rank": rank, "arguments": list(arguments), "log": str(log)}
+        self._ask({"preload": self._preload, "engine": engine, "environment": self._environment})
+        with self._listening:
+            if self._thread is None:
+                name = f"zygote(pid={self._popen.pid})"
+                self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
+                self._thread.start()
+        return self._ranks[rank]
 
     def _ask(self, request: Mapping[str, object]) -> None:
         if self._popen.stdin is not None:
@@ -166,40 +186,44 @@ class Zygote:
                 self._popen.stdin.write(json.dumps(request).encode() + b"\n")
                 self._popen.stdin.flush()
 
-    def _listen(
-        self,
-        ranks: Sequence[ForkedRank],
-        on_born: Callable[[psutil.Process], None],
-        on_exit: Callable[[int, int], None],
-    ) -> None:
+    def _listen(self) -> None:
         """Process the zygote's reports until all ranks have ended, or the zygote has."""
-        while any(forked.returncode is None for forked in ranks) and (line := self._read()):
+        while not self._has_ended() and (line := self._read()):
             report = json.loads(line)
-            forked = ranks[report["rank"]]
+            forked = self._ranks[report["rank"]]
             if "pid" in report:
                 # the rank has ended already, which is reported next, or the reaper is gone, but the zygote remains
                 with contextlib.suppress(psutil.NoSuchProcess, ClusterError):
                     forked.process = process = psutil.Process(report["pid"])
-                    on_born(process)
+                    self._on_born(process)
             else:
                 forked.returncode = report["code"]
-                on_exit(report["rank"], report["code"])
-        lost = {rank: forked for rank, forked in enumerate(ranks) if forked.returncode is None}
-        if not lost:
+                self._on_exit(report["rank"], report["code"])
+        lost = {rank: forked for rank, forked in enumerate(self._ranks) if forked.returncode is None}
+        if self._thread is not threading.current_thread() or not lost:
             return
         code = self._popen.wait()
         processes.wait_for_end([forked.process for forked in lost.values() if forked.process], _DIE_S)
         for rank, forked in lost.items():  # they died with it
             forked.died_with_zygote, forked.returncode = True, code
-            on_exit(rank, code)
+            self._on_exit(rank, code)
+
+    def _has_ended(self) -> bool:
+        """Return whether all ranks have ended, so that the thread ends."""
+        with self._listening:
+            if any(forked.returncode is None for forked in self._ranks):
+                return False
+            self._thread = None
+            return True
 
     def _read(self) -> bytes:
         return self._popen.stdout.readline() if self._popen.stdout is not None else b""
 
     def join(self, timeout_s: float) -> None:
         """Wait for all its ranks to end."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
 
     def end(self, timeout_s: float) -> None:
         """End the zygote and its ranks; kill what takes longer than ``timeout_s`` seconds."""
@@ -249,16 +273,65 @@ def main() -> None:
     zygote = os.getpid()
     pipe = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep output of imports out of the kernel's pipe
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        _write_to(request["engines"][0]["log"])
+    requests = _requests(pipe)
+    for request in requests:
+        _write_to(request["engine"]["log"])
         _import(request["preload"])
-        engine = _fork(request["engines"], pipe)
-        if engine is not None:
+        pid = os.fork()
+        if pid == 0:
+            requests.close()  # signals have their usual handlers again
             pipe.close()
-            _become(engine, zygote, request["environment"])
+            _become(request["engine"], zygote, request["environment"])
             return
+        _children[pid] = request["engine"]["rank"]
+        _report(pipe, {"rank": request["engine"]["rank"], "pid": pid})
         _write_to(os.devnull)
+
+
+_children: dict[int, int] = {}
+"""The rank of each child of the zygote that has not ended, by its process id."""
+
+
+def _requests(pipe: IO[bytes]) -> Generator[dict[str, Any]]:
+    """Yield the requests of the kernel, and report children that have ended, until there are neither.
+
+    The end of a child wakes the wait for the next request. The zygote must outlive its ranks, which may take time to
+    end, so it ignores the signals that would end it while it has some.
+    """
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)}
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that it is written to the pipe
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    asked, awaited = b"", {0, woken}
+    try:
+        while 0 in awaited or _children:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN if _children else handlers[number])
+            ready, _, _ = select.select(awaited, (), ())
+            if woken in ready:
+                os.read(woken, _MANY)
+                _reap(pipe)
+            if 0 in ready:
+                read = os.read(0, _MANY)
+                awaited -= set() if read else {0}
+                *lines, asked = (asked + read).split(b"\n")
+                yield from map(json.loads, lines)
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(woken)
+        os.close(wakes)
+
+
+def _reap(pipe: IO[bytes]) -> None:
+    """Report the children that have ended."""
+    while _children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        if pid in _children:
+            _report(pipe, {"rank": _children.pop(pid), "code": os.waitstatus_to_exitcode(status)})
 
 
 def _import(preload: Sequence[str]) -> None:
@@ -269,26 +342,6 @@ def _import(preload: Sequence[str]) -> None:
             importlib.import_module(module)
     gc.freeze()  # never traversed again, so the ranks keep sharing its pages
     gc.enable()
-
-
-def _fork(engines: Sequence[Mapping[str, Any]], pipe: IO[bytes]) -> Mapping[str, Any] | None:
-    """Fork a child for each engine and wait for all; return None in the zygote, and in each child its engine."""
-    ranks = {}
-    for rank, engine in enumerate(engines):
-        pid = os.fork()
-        if pid == 0:
-            return engine
-        ranks[pid] = rank
-        _report(pipe, {"rank": rank, "pid": pid})
-    # the zygote must outlive its ranks, which may take time to end
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    while ranks:
-        pid, status = os.wait()
-        if pid in ranks:
-            _report(pipe, {"rank": ranks.pop(pid), "code": os.waitstatus_to_exitcode(status)})
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return None
 
 
 def _report(pipe: IO[bytes], what: Mapping[str, int]) -> None:

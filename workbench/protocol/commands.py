@@ -270,6 +270,11 @@ class Stop(Command):
     """Stop the ranks; the trace is kept."""
 
 
+@command("heal")
+class Heal(Command):
+    """Replace ranks that died, repeat the cells on all ranks, and go on from the newest snapshot."""
+
+
 @command("dashboard", needs_ranks=False, looks=True)
 class Dashboard(Command):
     """Show the ranks live and at any past event, with buttons to stop inside a step."""

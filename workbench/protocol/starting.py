@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from workbench.protocol.commands import RankRequest, request
 
@@ -37,6 +38,25 @@ class HostInfo:
     interface: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankPast:
+    """What a rank, or another process in its place, continues.
+
+    Attributes:
+        header: its header, without what is of one rank or model (:func:`workbench.trace.header.header_to_dict`).
+        key_frame: the state after its last recorded row (:func:`workbench.trace.header.key_frame_to_dict`).
+        next_step: number of the next step.
+        next_unit: index of the next unit.
+        optimizer_steps: number of optimizer steps.
+    """
+
+    header: dict[str, Any]
+    key_frame: dict[str, Any]
+    next_step: int
+    next_unit: int
+    optimizer_steps: int
+
+
 @request("boot")
 class Boot(RankRequest[Address | None]):
     """Makes a process a rank; rank 0 opens the store and replies with its address, at which all ranks meet.
@@ -48,6 +68,7 @@ class Boot(RankRequest[Address | None]):
         local_world_size: number of ranks on its host.
         device: kind of its device, one of :data:`workbench.base.devices.DEVICES`.
         host: its machine.
+        past: what it continues; None: nothing.
     """
 
     rank: int
@@ -56,6 +77,7 @@ class Boot(RankRequest[Address | None]):
     local_world_size: int
     device: str
     host: HostInfo
+    past: RankPast | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

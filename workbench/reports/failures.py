@@ -17,6 +17,7 @@ from workbench.trace.step_names import step_name
 
 IDLE = "the ranks are idle again and keep their variables"
 RESTART = "%fsdp stop, then %fsdp start"
+HEAL = "%fsdp heal replaces what is lost"
 
 _CONSEQUENCES = {"StepAborted", "CollectiveFailed"}
 _CLOSED = re.compile(r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Socket closed", re.I)
@@ -160,7 +161,8 @@ def losses_in_words(losses: Mapping[int, str]) -> str:
 
 def death_sentence(dead: Sequence[int], living: Sequence[int]) -> str:
     """Return what the user can do when the processes of ``dead`` ranks are gone."""
-    return f"without {label(dead)} no step is possible: {what_is_left(living)}"
+    heals = f"{HEAL}, or " if living else ""
+    return f"without {label(dead)} no step is possible: {heals}{what_is_left(living)}"
 
 
 def what_is_left(usable: Sequence[int]) -> str:

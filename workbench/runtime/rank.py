@@ -1,7 +1,7 @@
 """Entry points of one rank. The cluster calls these functions by name, in the engine's process.
 
-:func:`boot`, :func:`connect`, :func:`execute`, :func:`give_up_step`, :func:`recover` and :func:`shutdown` run in the
-main thread.
+:func:`boot`, :func:`connect`, :func:`execute`, :func:`give_up_step`, :func:`recover`, :func:`begin_replay`,
+:func:`end_replay` and :func:`shutdown` run in the main thread.
 :func:`handle_request` runs in the control thread while the main thread may be busy: it only reads state or sets flags.
 """
 
@@ -12,7 +12,7 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,7 @@ from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
 from workbench.errors import ClusterError
-from workbench.events import Edge, Kind, Phase, Unit
+from workbench.events import UNIT_INDICES, Edge, Kind, Phase, Unit
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
 from workbench.models.own import log_metric
@@ -53,7 +53,7 @@ from workbench.protocol.rank_messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
-from workbench.runtime import error_notes, faults, no_keyboard, shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime import error_notes, faults, healing, no_keyboard, shard_planning, sharding, text_bars, tracebacks
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.checkpoints import Saver
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
@@ -72,9 +72,24 @@ from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.training_history import TrainingHistory
 from workbench.runtime.verify import verify
-from workbench.trace import header_to_dict, key_frame_to_dict
+from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
+
+
+@dataclass(frozen=True)
+class ReplayedSteps:
+    """Where a rank goes on when it has repeated, off the record, what was done before.
+
+    Attributes:
+        next_step: number of the next step.
+        optimizer_steps: number of optimizer steps.
+        held: ends what is off the record when it closes.
+    """
+
+    next_step: int
+    optimizer_steps: int
+    held: ExitStack
 
 
 @dataclass
@@ -98,6 +113,7 @@ class RankRuntime:
         faulty_steps: the steps taken while faults were on that have been removed.
         writer: the newest checkpoint that it saves or saved; None: it saved none.
         models: ids of the modules that variables held when models were announced last.
+        replay: what it goes on from when it has repeated what was done before; None: it does not repeat anything.
     """
 
     groups: ProcessGroups
@@ -116,6 +132,7 @@ class RankRuntime:
     faulty_steps: set[int] = field(default_factory=set)
     writer: CheckpointWriter | None = None
     models: set[int] = field(default_factory=set)
+    replay: ReplayedSteps | None = None
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
@@ -285,6 +302,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     """
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     request: Boot = decode(Boot, data, "boot")
+    past = request.past
     shutdown()  # the last stop may have missed it: it was busy, or its host was unreachable
     backend = backends.choose(request.device, request.local_rank)
     process_groups = ProcessGroups(
@@ -297,9 +315,14 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         host=request.host,
     )
     backends.tell_host(request.host.identity)
+    healing.note_birth()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
     recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
+    if past is not None:
+        healing.begin_again()
+        recorder.resume(header_from_dict(past.header), key_frame_from_dict(past.key_frame), past.next_step)
+        UNIT_INDICES.next, trainer.optimizer_steps = past.next_unit, past.optimizer_steps
     hooks = trainer.install()
     gate = Gate(recorder, request.rank, FlushBeforeHold(backend))
     gate.install()
@@ -432,10 +455,31 @@ def recover(generation: str) -> None:
         runtime.recorder.next_step = runtime.groups.largest(runtime.recorder.next_step)
 
 
+def begin_replay() -> None:
+    """Run what follows off the record, until :func:`end_replay`: it repeats what is recorded."""
+    runtime = this_rank()
+    runtime.replay = ReplayedSteps(runtime.recorder.next_step, runtime.trainer.optimizer_steps, ExitStack())
+    runtime.replay.held.enter_context(runtime.recorder.unrecorded())
+
+
+def end_replay() -> list[str]:
+    """Record again, from the next step on; return the variables that this rank kept, though no cell made them anew."""
+    runtime = this_rank()
+    if runtime.replay is not None:
+        runtime.replay.held.close()
+        runtime.recorder.next_step = runtime.replay.next_step
+        runtime.trainer.optimizer_steps = runtime.replay.optimizer_steps
+        runtime.replay = None
+    runtime.note_models()
+    return healing.give_back()
+
+
 def shutdown() -> None:
     """Leave the process groups; safe to call more than once."""
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
+        if _runtime.replay is not None:  # another rank was lost meanwhile
+            _runtime.replay.held.close()
         error_notes.uninstall()
         faults.remove(_runtime)
         _runtime.gate.uninstall()

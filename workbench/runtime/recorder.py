@@ -160,6 +160,26 @@ class Recorder:
             tuple[int, int], StreamMark
         ] = {}  # of collectives in flight on a device, as (comm_seq, comm_group)
 
+    def resume(self, header: Header, key_frame: KeyFrame, next_step: int) -> None:
+        """Continue the rows of a recorder whose process or model is gone: what it held is freed, its units sharded.
+
+        Args:
+            header: with its strings and communication groups.
+            key_frame: the state after its last row.
+            next_step: number of the next step.
+        """
+        self._strings = {text: index for index, text in enumerate(header.strings)}
+        self._change(header)
+        with self._lock:
+            self._head, self._key_frame = key_frame.seq, key_frame
+            self._fold_at = key_frame.seq + self._capacity // 2
+        self.next_step = next_step
+        for category, num_bytes in enumerate(key_frame.bytes_by_category):
+            if num_bytes:
+                self._append(_FREE, _INSTANT, -1, -num_bytes, category)
+        for unit in sorted({*key_frame.unit_states, *key_frame.reducing}):
+            self._append(_RESET, _INSTANT, unit, 0)
+
     # ---- Probe
 
     def source(self, source: Source) -> None:

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from workbench.base.fault import Fault
 from workbench.cluster import Cluster
 from workbench.cluster.channel_protocol import answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
+from workbench.cluster.engine_provider import OnWait
 from workbench.cluster.pending_replies import PendingReplies, select
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
@@ -930,6 +931,31 @@ class Session:
                 line, text = request.work.words, request.ending
                 self.ended = LastResult(count=count, line=line, text=text, is_error=request.failed)
             self._changed.notify_all()
+
+    def restart_ranks(self, on_wait: OnWait) -> None:
+        """Start a process for each lost rank, and make all ranks ranks anew; what they recorded is continued.
+
+        Raises:
+            UsageError, ClusterError, Interrupted: as :meth:`Cluster.heal`.
+        """
+        self.drain()
+        self._obstacle, self._needs_recovery = None, False
+        self.cluster.heal(self._collector.pasts(self.cluster.num_ranks), on_wait)
+        self._raised = ()
+        self.push_breakpoints()
+
+    @contextmanager
+    def repeating(self) -> Iterator[list[Entry]]:
+        """Let requests in the body repeat what the program has: they are no part of it, and no result to show.
+
+        Yields:
+            the program's entries, which the body may change.
+        """
+        entries, ended = [*self._entries], self.ended
+        try:
+            yield entries
+        finally:
+            self._entries, self.ended = entries, ended
 
     def push_breakpoints(self) -> None:
         """Send the breakpoints to all ranks."""

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Mapping
 from workbench.cluster.channel_protocol import ControlChannel, answers
 from workbench.events import Category, Edge, Kind
 from workbench.protocol.rank_messages import Drain, DrainReply, Position, RecordSummary
+from workbench.protocol.starting import RankPast
 from workbench.session.clock_sync import ClockSync
 from workbench.session.snapshot import ActivePolicy
-from workbench.trace import header_from_dict, key_frame_from_dict
+from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.builder import TraceBuilder
 from workbench.trace.columns import Trace
 from workbench.trace.row_compression import from_wire
-from workbench.trace.schema import Rows
+from workbench.trace.schema import Header, KeyFrame, Rows
 
 LEISURE = 0.75
 """Back-off: after polling n busy ranks, wait LEISURE * n * reply time before polling again.
@@ -51,6 +52,7 @@ class TraceCollector:
         self._builder = TraceBuilder()
         self._versions: dict[int, int] = {}
         self._next_seq: dict[int, int] = {}
+        self._ends: dict[int, KeyFrame] = {}
         self._lock = threading.Lock()
         self._drained_at, self._leisure_s = float("-inf"), 0.0
 
@@ -58,6 +60,24 @@ class TraceCollector:
     def next_seq(self) -> dict[int, int]:
         """Number of rows that each rank had recorded at its last answer."""
         return dict(self._next_seq)
+
+    def pasts(self, num_ranks: int) -> dict[int, RankPast]:
+        """Return what each rank would continue now; a new recorder's header is then its first one."""
+        with self._lock:
+            self._versions.clear()
+            trace, positions = self.trace, self.positions.values()
+            next_step = max((int(rank.rows["step"].max(initial=-1)) + 1 for rank in trace.ranks), default=0)
+            header = Header(world_size=num_ranks, comm_groups=trace.header.comm_groups, strings=trace.header.strings)
+            return {
+                rank: RankPast(
+                    header=header_to_dict(header),
+                    key_frame=key_frame_to_dict(self._ends.get(rank, KeyFrame())),
+                    next_step=next_step,
+                    next_unit=max((unit.index + 1 for unit in trace.header.units), default=0),
+                    optimizer_steps=max((at.optimizer_steps for at in positions), default=0),
+                )
+                for rank in range(num_ranks)
+            }
 
     @property
     def trace(self) -> Trace:
@@ -124,7 +144,7 @@ class TraceCollector:
             self._builder.update_header(header_from_dict(recorded.header), rank=rank)
         self._versions[rank] = recorded.header_version
         key_frame = key_frame_from_dict(recorded.key_frame)
-        self._next_seq[rank] = key_frame.seq
+        self._next_seq[rank], self._ends[rank] = key_frame.seq, key_frame
         packed = self._clocks.on_rank_0s(rank, from_wire(recorded.rows))
         self._builder.append(rank, packed, lost=recorded.lost, key_frame=key_frame)
         self.positions[rank] = recorded.position

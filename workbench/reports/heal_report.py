@@ -1,0 +1,60 @@
+"""What a heal has done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workbench.base.text_formats import plural
+from workbench.replay.grouping import label
+from workbench.reports.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealReport(Report):
+    """Lost ranks were replaced.
+
+    Attributes:
+        ranks: the ranks.
+        seconds: how long it took.
+        start_s: how long of it the new processes and the process groups took.
+        cells: number of cells and commands that all ranks repeated.
+        steps_redone: number of steps that they repeated, from the snapshot on.
+        steps_lost: number of steps without a snapshot, which were not repeated.
+        kept: variables that the other ranks kept, though no repeated cell makes them.
+        failed: cells and commands that raised this time, each with its error.
+        from_step: number of steps in the snapshot; None: there was none.
+    """
+
+    ranks: tuple[int, ...]
+    seconds: float
+    start_s: float
+    cells: int
+    steps_redone: int = 0
+    steps_lost: int = 0
+    kept: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+    from_step: int | None = None
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        is_one = len(self.ranks) == 1
+        return f"{label(self.ranks)} {'was' if is_one else 'were'} replaced in {self.seconds:.1f} s"
+
+    @property
+    def problem(self) -> str:
+        """What raised; empty if nothing did."""
+        return "; ".join(self.failed)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what was repeated, kept and lost, and what to type next."""
+        found = [("repeated", f"{plural(self.cells, 'cell')} and commands, on all ranks; nothing is recorded twice")]
+        if self.steps_redone:
+            found.append(("steps", f"{plural(self.steps_redone, 'step')} done again after the snapshot"))
+        if self.steps_lost:
+            again = f"%fsdp step {self.steps_lost}"
+            found.append(("lost", f"{plural(self.steps_lost, 'step')}: no snapshot; {again} does them again"))
+            found.append(("next", f"{again} --snapshot 10: a snapshot every 10 steps, so that a heal loses none"))
+        if self.kept:
+            found.append(("kept", f"{', '.join(self.kept)}: no cell makes them, and the others had them"))
+        return found
