@@ -812,6 +812,7 @@ class Workbench:
         background: bool = False,
         save: str = "",
         every: int = 0,
+        snapshot: int = 0,
     ) -> StepReport | StopReport | BackgroundReport:
         """Train ``count`` steps: :class:`~workbench.protocol.commands.Step`; errors as :meth:`do`.
 
@@ -825,8 +826,9 @@ class Workbench:
             background: return at once; :meth:`news` then reports how it ended.
             save: folder of checkpoints that are saved meanwhile.
             every: number of steps between two of them; 0: one after the last step.
+            snapshot: keep a snapshot every so many steps, from which :meth:`heal` goes on; 0: none.
         """
-        command = made(Step, count, fn, until=until, background=background, save=save, every=every)
+        command = made(Step, count, fn, until=until, background=background, save=save, every=every, snapshot=snapshot)
         return cast(StepReport | StopReport | BackgroundReport, self.do(command, on_progress, on_output, on_standing))
 
     # ---- pause and continue

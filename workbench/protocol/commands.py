@@ -646,6 +646,11 @@ _FN = Argument(about="step function (default train_step)", metavar="NAME", compl
 _UNTIL = Argument(
     about="stop once, before this event: EVENT[:UNIT], nan or 'grad_norm > 10'", metavar="EVENT", completes="events"
 )
+_SNAPSHOT = Argument(
+    about="keep a snapshot in memory every K steps, from which heal goes on (default: none)",
+    metavar="K",
+    read=count("0 for none"),
+)
 _BACKGROUND = Argument(about="run in the background: the notebook stays free (default: no)")
 
 
@@ -662,6 +667,7 @@ class StepReply:
         unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
         never_cleared: optimizers, by variable, whose steps used gradients of their last step again.
         saved: the checkpoints that were saved meanwhile.
+        snapshot_bytes: bytes of the snapshots that it keeps; 0: none were taken.
         unsharded: variables of the models that optimizers trained, if no collective was issued and none is sharded.
         rows: rows of the batches that sharded models got in training forwards, by step.
     """
@@ -676,6 +682,7 @@ class StepReply:
     never_cleared: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
     saved: tuple[SaveReply, ...] = ()
+    snapshot_bytes: int = 0
 
 
 @command(
@@ -687,7 +694,8 @@ class Step(Command):
     """Train: call train_step() N times on every rank; a number that it returns is the loss.
 
     Raises:
-        ValueError: ``count`` < 1, ``fn`` is not a name, ``until`` not an event, or ``every`` given without ``save``.
+        ValueError: ``count`` < 1, ``snapshot`` < 0, ``fn`` is not a name, ``until`` not an event, or ``every`` given
+            without ``save``.
     """
 
     count: int = argument("number of training steps (default 1)", default=1, kw_only=False, metavar="N", read=number)
@@ -700,10 +708,13 @@ class Step(Command):
     every: int = argument(
         "with --save: after every K steps (default: after the last one)", default=0, metavar="K", read=number
     )
+    snapshot: int = argument(_SNAPSHOT, default=0)
 
     def __post_init__(self) -> None:
         if self.every < 0 or (self.every and not self.save):
             raise ValueError("--every K goes with --save FOLDER, and K is at least 1")
+        if type(self.snapshot) is not int or self.snapshot < 0:
+            raise ValueError(f"snapshots are taken every K steps, 0 for none, not {self.snapshot!r}")
         if type(self.count) is not int or self.count < 1:
             raise ValueError(f"the number of steps is a whole number of at least 1, not {self.count!r}")
         _check_function(self.fn)
@@ -717,6 +728,26 @@ class Step(Command):
     def saves_after(self, done: int) -> bool:
         """Return whether a checkpoint is saved after so many of its steps."""
         return bool(self.save) and (done == self.count or (bool(self.every) and done % self.every == 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReply:
+    """A snapshot of one rank.
+
+    Attributes:
+        num_bytes: bytes of this rank's state.
+        kept_bytes: bytes of all snapshots that it keeps: its own and those of the rank before, the older ones included.
+        seconds: how long it took.
+    """
+
+    num_bytes: int
+    kept_bytes: int
+    seconds: float
+
+
+@command("snapshot", more="`%fsdp step N --snapshot K`: every K steps", reply=SnapshotReply)
+class Snapshot(Command):
+    """Keep the training state in memory, each rank also that of the rank before, for %fsdp heal."""
 
 
 @dataclass(frozen=True, kw_only=True)

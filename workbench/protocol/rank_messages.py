@@ -382,6 +382,32 @@ class Drain(RankRequest[DrainReply]):
     known: dict[int, RecordSummary]
 
 
+@dataclass(frozen=True, kw_only=True, order=True)
+class SnapshotMark:
+    """When a snapshot was taken: marks of one program are in the order of time.
+
+    Attributes:
+        entry: number of entries of the program that were done.
+        count: number of steps of the next one that were done.
+    """
+
+    entry: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """The snapshots that a rank keeps.
+
+    Attributes:
+        own: its own.
+        held: those of the rank before it.
+    """
+
+    own: tuple[SnapshotMark, ...]
+    held: tuple[SnapshotMark, ...]
+
+
 @request("give up")
 class GiveUp(RankRequest[None]):
     """Aborts what a rank is doing.

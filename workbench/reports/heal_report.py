@@ -22,7 +22,8 @@ class HealReport(Report):
         steps_lost: number of steps without a snapshot, which were not repeated.
         kept: variables that the other ranks kept, though no repeated cell makes them.
         failed: cells and commands that raised this time, each with its error.
-        from_step: number of steps in the snapshot; None: there was none.
+        has_snapshot: whether there was a whole snapshot.
+        next: what to type to go on with the steps that were interrupted; empty: none were.
     """
 
     ranks: tuple[int, ...]
@@ -33,7 +34,8 @@ class HealReport(Report):
     steps_lost: int = 0
     kept: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
-    from_step: int | None = None
+    has_snapshot: bool = False
+    next: str = ""
 
     @property
     def headline(self) -> str:
@@ -49,12 +51,13 @@ class HealReport(Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return what was repeated, kept and lost, and what to type next."""
         found = [("repeated", f"{plural(self.cells, 'cell')} and commands, on all ranks; nothing is recorded twice")]
-        if self.steps_redone:
-            found.append(("steps", f"{plural(self.steps_redone, 'step')} done again after the snapshot"))
+        if self.has_snapshot:
+            found.append(("steps", f"from a snapshot; {plural(self.steps_redone, 'step')} done again after it"))
         if self.steps_lost:
-            again = f"%fsdp step {self.steps_lost}"
-            found.append(("lost", f"{plural(self.steps_lost, 'step')}: no snapshot; {again} does them again"))
-            found.append(("next", f"{again} --snapshot 10: a snapshot every 10 steps, so that a heal loses none"))
+            found.append(("lost", f"{plural(self.steps_lost, 'step')}: there is no whole snapshot"))
         if self.kept:
             found.append(("kept", f"{', '.join(self.kept)}: no cell makes them, and the others had them"))
+        if self.next:
+            more = " --snapshot 10 goes on, with a snapshot every 10 steps" if not self.has_snapshot else " goes on"
+            found.append(("next", f"{self.next}{'' if '--snapshot' in self.next else more}"))
         return found

@@ -27,6 +27,8 @@ from workbench.protocol.commands import (
     RunReply,
     Shard,
     ShardReply,
+    Snapshot,
+    SnapshotReply,
     Step,
     StepComparison,
     StepReply,
@@ -711,6 +713,34 @@ def says(command: type[Command]) -> Callable[[Saying], Saying]:
     return registered(SAYS, command)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport(Report):
+    """A snapshot was taken.
+
+    Attributes:
+        num_bytes: bytes of the largest state of a rank.
+        kept_bytes: the largest number of bytes of snapshots that a rank keeps.
+        seconds: how long it took.
+    """
+
+    num_bytes: int
+    kept_bytes: int
+    seconds: float
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return (
+            f"snapshot taken in {self.seconds:.2f} s: each rank keeps its state, {format_bytes(self.num_bytes)}, and "
+            f"that of the rank before; {format_bytes(self.kept_bytes)} in all"
+        )
+
+
+@says(Snapshot)
+def _snapshot(by_rank: Sequence[SnapshotReply]) -> SnapshotReport:
+    return SnapshotReport(**{name: max(vars(each)[name] for each in by_rank) for name in vars(by_rank[0])})
+
+
 @says(Shard)
 def _shard(by_rank: Sequence[ShardReply]) -> ShardReport:
     sharded, optimizers = _sharded(by_rank), by_rank[0].optimizers
@@ -775,6 +805,8 @@ def _step_notes(by_rank: Sequence[StepReply]) -> Iterator[str]:
     for name in dict.fromkeys(name for stepped in by_rank for name in stepped.never_cleared):
         used = f"nothing clears the gradients that {name} has used, and the next backward adds to them"
         yield f"{used}: {name}.zero_grad()"
+    if kept := max(stepped.snapshot_bytes for stepped in by_rank):
+        yield f"snapshots take {format_bytes(kept)} on each rank; %fsdp heal goes on from the newest"
     alone = [name for name in by_rank[0].unsharded if all(name in stepped.unsharded for stepped in by_rank)]
     if alone and len(by_rank) > 1:
         are = "are" if len(alone) > 1 else "is"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,19 @@ from workbench.events import UNIT_INDICES, Edge, Kind, Phase, Unit
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
 from workbench.models.own import log_metric
-from workbench.protocol.commands import Command, RankRequest, Reshard, Run, Shard, Step, Verify, VerifyReply, from_dict
+from workbench.protocol.commands import (
+    Command,
+    RankRequest,
+    Reshard,
+    Run,
+    Shard,
+    Snapshot,
+    SnapshotReply,
+    Step,
+    Verify,
+    VerifyReply,
+    from_dict,
+)
 from workbench.protocol.rank_messages import (
     Drain,
     DrainReply,
@@ -48,6 +61,7 @@ from workbench.protocol.rank_messages import (
     PreviewUnits,
     RecordSummary,
     Shut,
+    SnapshotMark,
     Stacks,
     StepPosition,
     read_request,
@@ -63,11 +77,12 @@ from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.lint import history_of
-from workbench.runtime.model_summary import outermost
+from workbench.runtime.model_summary import outermost, sharded_variables
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
+from workbench.runtime.snapshots import SNAPSHOTS
 from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.training_history import TrainingHistory
@@ -114,6 +129,7 @@ class RankRuntime:
         writer: the newest checkpoint that it saves or saved; None: it saved none.
         models: ids of the modules that variables held when models were announced last.
         replay: what it goes on from when it has repeated what was done before; None: it does not repeat anything.
+        entry: number of entries of the program that were done before its current command.
     """
 
     groups: ProcessGroups
@@ -133,6 +149,7 @@ class RankRuntime:
     writer: CheckpointWriter | None = None
     models: set[int] = field(default_factory=set)
     replay: ReplayedSteps | None = None
+    entry: int = 0
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
@@ -143,9 +160,13 @@ class RankRuntime:
                 self.history.watch_gradients()
                 with self.gate.stepping(command.stop):
                     saver = Saver(Path(command.save), self)
-                    reply = self.trainer.run(command, lambda done: saver.begin() if command.saves_after(done) else None)
+                    is_asked = command.save or command.snapshot
+                    reply = self.trainer.run(command, *([partial(self._between, command, saver)] if is_asked else []))
                     saved = saver.end()
-                return replace(reply, never_cleared=self.history.never_cleared(), saved=saved)
+                    if command.snapshot:
+                        SNAPSHOTS.finish()
+                kept = SNAPSHOTS.num_bytes if command.snapshot else 0
+                return replace(reply, never_cleared=self.history.never_cleared(), saved=saved, snapshot_bytes=kept)
             if isinstance(command, Run):
                 self.history.forget()
                 with self.gate.stepping(command.stop):
@@ -159,6 +180,21 @@ class RankRuntime:
                 return result
         finally:
             self.doing = ""
+
+    def _between(self, command: Step, saver: Saver, done: int) -> None:
+        """Save or take a snapshot if a command asks for it after so many of its steps."""
+        if done and command.saves_after(done):
+            saver.begin()
+        if command.snapshot and done % command.snapshot == 0:
+            self.take_snapshot(done)
+
+    def take_snapshot(self, done: int) -> SnapshotReply:
+        """Take a snapshot after ``done`` steps of the program's next entry; collective."""
+        begin = time.monotonic()
+        with self.watch.paused():
+            models = [each for model in sharded_variables().values() for each in self.watch.models_in(model)]
+            new = SNAPSHOTS.take(SnapshotMark(entry=self.entry, count=done), self.groups, models)
+        return SnapshotReply(num_bytes=new.num_bytes, kept_bytes=SNAPSHOTS.num_bytes, seconds=time.monotonic() - begin)
 
     def note_models(self) -> None:
         """Announce the units of models, which of them are gone, and what no engine manages."""
@@ -268,6 +304,14 @@ def _event_of(row: np.void | None) -> EventInfo | None:
     )
 
 
+@does(Snapshot)
+def _snapshot(_: Snapshot, rank: RankRuntime) -> SnapshotReply:
+    """Take a snapshot, and wait until it has arrived."""
+    reply = rank.take_snapshot(0)
+    SNAPSHOTS.finish()
+    return replace(reply, kept_bytes=SNAPSHOTS.num_bytes)
+
+
 @does(Verify)
 def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
     """Compare a step with an unsharded one; the step is neither recorded nor counted."""
@@ -319,7 +363,9 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
     recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
-    if past is not None:
+    if past is None:
+        SNAPSHOTS.forget()
+    else:
         healing.begin_again()
         recorder.resume(header_from_dict(past.header), key_frame_from_dict(past.key_frame), past.next_step)
         UNIT_INDICES.next, trainer.optimizer_steps = past.next_unit, past.optimizer_steps
@@ -413,8 +459,14 @@ def _sample_memory(runtime: RankRuntime) -> int:
     return resident.num_bytes()
 
 
-def execute(command: dict[str, Any]) -> dict[str, Any]:
-    """Run one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises."""
+def execute(command: dict[str, Any], entry: int = 0) -> dict[str, Any]:
+    """Run one command (``commands.to_dict``) in this thread and return its reply as data; raises what it raises.
+
+    Args:
+        command: the command.
+        entry: number of entries of the program that are done.
+    """
+    this_rank().entry = entry
     data: dict[str, Any] = encode(this_rank().execute(from_dict(command)))
     return data
 
@@ -447,6 +499,7 @@ def recover(generation: str) -> None:
     """
     runtime = this_rank()
     _discard_step(runtime)
+    SNAPSHOTS.leave()
     with runtime.watch.paused():
         replaced = runtime.groups.rebuild(generation)
         exchange(replaced)
@@ -460,6 +513,26 @@ def begin_replay() -> None:
     runtime = this_rank()
     runtime.replay = ReplayedSteps(runtime.recorder.next_step, runtime.trainer.optimizer_steps, ExitStack())
     runtime.replay.held.enter_context(runtime.recorder.unrecorded())
+
+
+def marks() -> Any:  # noqa: ANN401 - JSON data
+    """Return when the snapshots that this rank keeps were taken (:class:`~workbench.protocol.rank_messages.Marks`)."""
+    return encode(SNAPSHOTS.marks())
+
+
+def put_back(mark: dict[str, Any], lost: Sequence[int]) -> None:
+    """Give this rank the state of a snapshot; collective.
+
+    Args:
+        mark: its :class:`~workbench.protocol.rank_messages.SnapshotMark`, as data.
+        lost: the ranks that get theirs from the ranks after them.
+    """
+    runtime = this_rank()
+    with runtime.watch.paused():
+        for each in (each for model in sharded_variables().values() for each in runtime.watch.models_in(model)):
+            each.reshard()
+        SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), lost, runtime.groups)
+    runtime.account_optimizers()
 
 
 def end_replay() -> list[str]:
@@ -489,6 +562,7 @@ def shutdown() -> None:
         _runtime.history.remove()
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
+        SNAPSHOTS.leave()
         _runtime.groups.leave()
         _runtime = None
 

@@ -103,12 +103,12 @@ class Trainer(LoopSteps):
         self.not_finite_since: int | None = None
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in the newest command
 
-    def run(self, command: Step, after: Callable[[int], None] = lambda _: None) -> StepReply:
+    def run(self, command: Step, between: Callable[[int], object] = lambda done: None) -> StepReply:
         """Call the step function ``command.count`` times.
 
         Args:
             command: the command.
-            after: called after each step, with their number so far.
+            between: called before the first step and after each, with the number of steps done.
 
         Raises:
             UsageError: there is no such function.
@@ -123,14 +123,15 @@ class Trainer(LoopSteps):
         self._running = True
         try:
             with self.explained(), _rows_counted() as counted:
-                for _ in range(command.count):
+                between(0)
+                for done in range(1, command.count + 1):
                     begin_ns = self._recorder.now_ns() - self._recorder.held_ns
                     losses.append(self._one_step(function))
                     seconds.append((self._recorder.now_ns() - self._recorder.held_ns - begin_ns) / 1e9)
                     unreduced |= dict.fromkeys(missed_grads())
                     rows.append(sum(counted))
                     counted.clear()
-                    after(len(losses))
+                    between(done)
                 self.wait_for_device()
         finally:
             self._running = False

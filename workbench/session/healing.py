@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
+from typing import Any
 
+from workbench.base.codec import decode, encode
 from workbench.cluster.engine_provider import OnWait
+from workbench.cluster.pending_replies import PendingReplies
 from workbench.errors import ClusterError, RankError, UsageError
-from workbench.protocol.commands import Reshard, Shard, Step, Unshard, to_text
+from workbench.protocol.commands import Reshard, Shard, Snapshot, Step, Unshard, to_text
+from workbench.protocol.rank_messages import Marks, SnapshotMark
 from workbench.replay.grouping import label
 from workbench.reports.heal_report import HealReport
 from workbench.session.outside_effects import effects_of
@@ -24,25 +28,6 @@ from workbench.session.waiter import PATIENT_S
 
 REPEATED = (Shard, Reshard, Unshard)
 """The commands, besides steps, that leave something on the ranks."""
-
-
-@dataclass
-class _Repeated:
-    """What was repeated of a program.
-
-    Attributes:
-        cells: number of cells and commands.
-        steps: number of steps.
-        lost: number of steps that were not.
-        failed: cells and commands that raised, each with its error.
-        entries: the program now.
-    """
-
-    cells: int = 0
-    steps: int = 0
-    lost: int = 0
-    failed: list[str] = field(default_factory=list)
-    entries: list[Entry] = field(default_factory=list)
 
 
 def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
@@ -67,13 +52,18 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
     entries = session.program.entries
     for sentence in effects_of(entries):
         on_notice(sentence)
+    mark = _newest_mark(session, lost, living)
     session.restart_ranks(on_wait)
     started_s = time.monotonic() - begin
     with session.repeating() as program:
         _on_all(session, "begin_replay")
-        repeated = _repeat(session, entries, f"lost with {label(lost)}")
+        repeated = _Repetition(session, entries, mark, lost)
+        repeated.run()
         kept = _on_all(session, "end_replay")
         program[:] = repeated.entries
+    if mark is not None:  # the new rank has none yet
+        with session.repeating():
+            session.run(Snapshot(), RequestListener())
     return HealReport(
         ranks=tuple(lost),
         seconds=time.monotonic() - begin,
@@ -83,28 +73,102 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
         steps_lost=repeated.lost,
         kept=tuple(sorted({name for rank in living for name in kept[rank]})),
         failed=tuple(repeated.failed),
+        has_snapshot=mark is not None,
+        next=repeated.next,
     )
 
 
-def _repeat(session: Session, entries: Sequence[Entry], why: str) -> _Repeated:
-    done = _Repeated()
-    for entry in entries:
-        now: Entry = entry
-        try:
-            if isinstance(entry, CompletedCell):
-                session.run_cell(entry.code, None, RequestListener())
-                done.cells += 1
-            elif isinstance(entry, CompletedCommand) and isinstance(entry.command, REPEATED):
-                session.run(entry.command, RequestListener())
-                done.cells += 1
-            elif isinstance(entry, CompletedCommand) and isinstance(entry.command, Step):
-                done.lost += entry.command.count
-                now = Omission(what=f"{_words(entry)}, {why}")
-        except (RankError, UsageError) as error:
-            done.failed.append(f"{_words(entry)}: {str(error).splitlines()[0]}")
-            now = Omission(what=f"{_words(entry)} that raised when it ran again, because another rank was {why}")
-        done.entries.append(now)
-    return done
+def _newest_mark(session: Session, lost: Sequence[int], living: Sequence[int]) -> SnapshotMark | None:
+    """Return when the newest snapshot was taken that is whole: every rank's is on it, or on the rank after it."""
+    num_ranks = session.cluster.num_ranks
+    found = {
+        rank: decode(Marks, data, f"marks of rank {rank}") for rank, data in _on_all(session, "marks", living).items()
+    }
+    if not found or any((rank + 1) % num_ranks in lost for rank in lost):
+        return None
+    own = [set(of_rank.own) for of_rank in found.values()]
+    held = [set(found[(rank + 1) % num_ranks].held) for rank in lost]
+    return max(set.intersection(*own, *held), default=None)
+
+
+class _Repetition:
+    """Repeats the entries of a program, with its steps from the newest snapshot on.
+
+    Args:
+        session: whose ranks repeat it.
+        before: the entries.
+        mark: when the snapshot was taken; None: there is none.
+        lost: the ranks that were replaced.
+
+    Attributes:
+        entries: the program then.
+        cells: number of cells and commands repeated.
+        steps: number of steps repeated.
+        lost: number of steps that were not.
+        failed: cells and commands that raised, each with its error.
+        next: what to type to go on with steps that were interrupted; empty: none were.
+    """
+
+    def __init__(
+        self, session: Session, before: Sequence[Entry], mark: SnapshotMark | None, lost: Sequence[int]
+    ) -> None:
+        self._session, self._before, self._mark, self._ranks = session, before, mark, lost
+        self.entries: list[Entry] = []
+        self.cells = self.steps = self.lost = 0
+        self.failed: list[str] = []
+        self.next = ""
+        self._done = 0 if mark is None else mark.count  # steps of the next entry that the snapshot has
+
+    def run(self) -> None:
+        """Repeat them.
+
+        Raises:
+            ClusterError, RankDied: another rank was lost.
+        """
+        for number, entry in enumerate(self._before):
+            if self._mark is not None and number == self._mark.entry:
+                self._put_back(self._mark)
+            try:
+                self.entries.append(self._repeated(number, entry))
+            except (RankError, UsageError) as error:
+                self.failed.append(f"{_words(entry)}: {str(error).splitlines()[0]}")
+                why = f"when it ran again, because {label(self._ranks)} had died"
+                self.entries.append(Omission(what=f"{_words(entry)} that raised {why}"))
+        if self._mark is not None and self._mark.entry >= len(self._before):
+            self._put_back(self._mark)
+
+    def _put_back(self, mark: SnapshotMark) -> None:
+        pending = self._session.cluster.apply(f"{RUNTIME}:put_back", encode(mark), self._ranks)
+        _wait_for(pending, "put_back")
+
+    def _repeated(self, number: int, entry: Entry) -> Entry:
+        """Repeat an entry, and return that of the program now."""
+        if isinstance(entry, CompletedCell):
+            self._session.run_cell(entry.code, None, RequestListener())
+            self.cells += 1
+        elif isinstance(entry, CompletedCommand) and isinstance(entry.command, REPEATED):
+            self._session.run(entry.command, RequestListener())
+            self.cells += 1
+        elif isinstance(entry, CompletedCommand) and isinstance(entry.command, Step):
+            return self._steps(number, entry, entry.command)
+        return entry
+
+    def _steps(self, number: int, entry: CompletedCommand, command: Step) -> Entry:
+        is_before = self._mark is not None and number < self._mark.entry
+        count = 0 if is_before else max(command.count, self._done)  # the rank that died may have told of fewer
+        if self._mark is None:
+            self.lost += command.count
+            self.next = f"%fsdp {to_text(replace(command, count=command.count + entry.left))}"
+            return Omission(what=f"%fsdp {to_text(command)}, lost with {label(self._ranks)}")
+        if is_before:
+            return entry
+        again, self._done = count - self._done, 0
+        if again:
+            self._session.run(Step(count=again, fn=command.fn), RequestListener())
+            self.steps += again
+        left = entry.left + command.count - count
+        self.next = f"%fsdp {to_text(replace(command, count=left))}" if left > 0 else ""
+        return replace(entry, command=replace(command, count=count), left=left)
 
 
 def _words(entry: Entry) -> str:
@@ -114,9 +178,12 @@ def _words(entry: Entry) -> str:
     return f"the cell {code.strip().splitlines()[0]!r}"
 
 
-def _on_all(session: Session, name: str) -> dict[int, list[str]]:
-    """Call a function of the ranks' side on all of them, between requests."""
-    pending = session.cluster.apply(f"{RUNTIME}:{name}")
+def _on_all(session: Session, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+    """Call a function of the ranks' side on ranks, by default all, between requests; return their replies."""
+    return _wait_for(session.cluster.apply(f"{RUNTIME}:{name}", ranks=ranks), name)
+
+
+def _wait_for(pending: PendingReplies, name: str) -> dict[int, Any]:
     if not pending.wait(PATIENT_S, or_error=True):
         raise ClusterError(f"the ranks did not finish {name!r} in time: %fsdp heal")
     pending.raise_error()

@@ -7,7 +7,7 @@ it may have changed variables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.base.devices import HOST
@@ -39,11 +39,13 @@ class CompletedCommand:
         command: the command, as it was sent: hosts in numbers, a unit by its full path.
         reply: the reply of rank 0; None: steps of a command that did not complete.
         policy: of a ``reshard``: how its model is sharded since; None: it is not known.
+        left: number of steps of the command that were not done, because a rank was lost.
     """
 
     command: Command
     reply: Any = None
     policy: ModelPolicy | None = None
+    left: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +105,11 @@ def failed(words: str, command: Command | None, error: BaseException, steps_done
     why = {Interrupted: "was aborted", RankDied: "lost a rank"}.get(type(error), "failed")
     why = f"raised {error.ename}" if isinstance(error, RankError) else why
     if isinstance(command, Step) and steps_done:
-        finished = Step(count=steps_done, fn=command.fn)
+        finished = replace(command, count=steps_done, until="", background=False)
+        left = command.count - steps_done if isinstance(error, RankDied) else 0
         after = f"{steps_done} of its {command.count} steps"
-        return [CompletedCommand(command=finished), Omission(what=f"the rest of {words}, which {why} after {after}")]
+        return [
+            CompletedCommand(command=finished, left=left),
+            Omission(what=f"the rest of {words}, which {why} after {after}"),
+        ]
     return [Omission(what=f"{words} that {why}")]

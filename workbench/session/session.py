@@ -22,9 +22,9 @@ from workbench.cluster.engine_provider import OnWait
 from workbench.cluster.pending_replies import PendingReplies, select
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
-from workbench.events import Phase, Unit
+from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import UNTIL, Breakpoint
-from workbench.protocol.commands import Command, Inspect, Load, Reshard, Run, Save, Shard, Step, to_dict
+from workbench.protocol.commands import Command, Inspect, Load, Reshard, Run, Save, Shard, Snapshot, Step, to_dict
 from workbench.protocol.commands import RankRequest as SideRequest
 from workbench.protocol.rank_messages import (
     CellLine,
@@ -405,7 +405,8 @@ class Session:
                 checked = self._checked(command)
                 before = self.trace
                 sending.enter_context(interrupts)  # else some ranks might wait for others without the request
-                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(checked))
+                entry = [len(self._entries)] if isinstance(command, (Step, Snapshot)) else []  # for their marks
+                pending = self.cluster.apply(f"{RUNTIME}:execute", to_dict(checked), *entry)
                 request = self._open(CommandTask(command, pending, before), pending, mark, interrupts)
             request.is_background = isinstance(command, (Step, Run)) and command.background
             return self._follow(request, listener, background=request.is_background)
@@ -863,12 +864,23 @@ class Session:
             request.ending, request.failed = report.headline, bool(report.problem)
         except BaseException as error:
             request.ending, request.failed = str(error), True
-            done = request.work.progress(self.trace)
-            self._entries += failed(request.work.words, request.work.command, error, 0 if done is None else done.done)
+            done = self._steps_done(request)
+            self._entries += failed(request.work.words, request.work.command, error, done)
             raise
         finally:
             self._note(request, is_over=not isinstance(report, StopReport))
         return report
+
+    def _steps_done(self, request: Request) -> int:
+        """Return the number of steps of a request that all living ranks have done; a dead one did them too."""
+        if not isinstance(request.work.command, Step):
+            return 0
+        since, living = request.mark.num_rows, self.living()
+        rows = [
+            part.rows[part.rows["seq"] >= since.get(part.rank, 0)] for part in self.trace.ranks if part.rank in living
+        ]
+        ended = [int(((each["kind"] == Kind.STEP) & (each["edge"] == Edge.END)).sum()) for each in rows]
+        return min(ended, default=0)
 
     def _watch(self, request: Request) -> Outcome | StopGroup:
         try:

@@ -1,0 +1,285 @@
+"""Snapshots of a training in memory: each rank keeps its own, and that of the rank before it, in a ring.
+
+When a rank is lost, the rank after it has what it held. A snapshot is taken between steps and sent beside the next
+ones, in a process group of its own. Two are kept: the older one stays whole until all ranks have the newer one, so
+there is a whole one at any moment. A second rank lost beside the first takes the only other copy with it.
+
+All tensors of a rank's state lie in one flat buffer, ``[num_bytes]``, which is what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from workbench.engine._torch import new_group
+from workbench.engine.backends.async_work import PendingWork
+from workbench.engine.errors import CollectiveFailed, StepAborted
+from workbench.engine.process_groups import OWN
+from workbench.errors import UsageError
+from workbench.models.sharded_model import ShardedModel
+from workbench.protocol.rank_messages import Marks, SnapshotMark
+from workbench.runtime.distributed import ProcessGroups
+from workbench.runtime.namespace import OFFERED, user_namespace, variables
+from workbench.runtime.training_state import TrainingObjects, TrainingSnapshot, capture, restore
+
+_ALIGN = 64
+_MANY = 10_000  # a container of more elements is data
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_NAME = f"{OWN}snapshots"
+_KEPT = 2
+
+Layout = tuple[tuple[str, torch.dtype, torch.Size, int], ...]
+"""Name, dtype, shape and first byte of each tensor."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """What one rank held between two steps.
+
+    Attributes:
+        mark: when.
+        state: its training; the tensors are views of ``flat``.
+        plain: the variables that are numbers, texts, or lists and the like of these, pickled.
+        flat: bytes of the tensors, [num_bytes].
+        layout: where each of them is in it.
+    """
+
+    mark: SnapshotMark
+    state: TrainingSnapshot
+    plain: bytes
+    flat: torch.Tensor
+    layout: Layout
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return self.flat.nbytes + len(self.plain)
+
+    def rest(self) -> bytes:
+        """Return all that is not in the flat buffer."""
+        return pickle.dumps((self.mark, replace(self.state, tensors={}), self.plain, self.layout))
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """Snapshots on their way: this rank's to the next one, and that of the one before.
+
+    Attributes:
+        works: what is in flight.
+        sent: memory that it reads.
+        flat: receives the tensors.
+        rest: receives all else.
+    """
+
+    works: tuple[PendingWork, ...]
+    sent: tuple[torch.Tensor, ...]
+    flat: torch.Tensor
+    rest: torch.Tensor
+
+    def finish(self) -> RankSnapshot:
+        """Wait for it, and return the snapshot of the rank before."""
+        for work in self.works:
+            if not work.has_ended:  # else it counts even if this rank was aborted since
+                work.wait()
+            work.finish()
+        return _made(self.rest.numpy().tobytes(), self.flat)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(work.has_ended for work in self.works)
+
+
+class Snapshots:
+    """The snapshots that this process keeps; they outlive the groups and models that they were taken of."""
+
+    def __init__(self) -> None:
+        self.own: list[RankSnapshot] = []  # oldest first
+        self.held: list[RankSnapshot] = []
+        self._transfer: _Transfer | None = None
+        self._abandoned: list[_Transfer] = []  # their memory may still be written to
+        self._group: dist.ProcessGroup | None = None
+        self._world: object = None  # the default group that it was made for
+
+    def forget(self) -> None:
+        """Drop all snapshots: this process becomes a rank of another training."""
+        self.own, self.held = [], []
+        self.leave()
+
+    def leave(self) -> None:
+        """Forget the process group, which is gone, and what is on its way in it."""
+        if self._transfer is not None:
+            if self._transfer.has_ended:
+                with suppress(CollectiveFailed, StepAborted):
+                    self._receive()
+            else:
+                self._abandoned = [self._transfer]
+        self._transfer, self._group, self._world = None, None, None
+
+    def marks(self) -> Marks:
+        """Return when the snapshots of this rank, and of the rank before it, were taken."""
+        if self._transfer is not None and self._transfer.has_ended:
+            with suppress(CollectiveFailed, StepAborted):
+                self._receive()
+        return Marks(own=tuple(each.mark for each in self.own), held=tuple(each.mark for each in self.held))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all snapshots that this process keeps."""
+        return sum(each.num_bytes for each in (*self.own, *self.held))
+
+    def take(self, mark: SnapshotMark, groups: ProcessGroups, models: Sequence[ShardedModel]) -> RankSnapshot:
+        """Take a snapshot, and begin to send it; collective."""
+        self._join(groups)
+        for each in models:
+            each.reshard()  # else the model would hold full parameters here
+        old = self.own.pop(0) if len(self.own) == _KEPT else None
+        objects = TrainingObjects.among(variables())
+        new = _flattened(mark, capture(objects, mark.count, old.state if old is not None else None), old)
+        self.own.append(new)
+        self._send(new, groups)
+        return new
+
+    def finish(self) -> None:
+        """Wait until the newest snapshot has arrived."""
+        if self._transfer is not None:
+            self._receive()
+
+    def _receive(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            try:
+                self.held.append(transfer.finish())
+            except BaseException:
+                self._abandoned = [transfer]
+                raise
+            del self.held[:-_KEPT]
+
+    def _join(self, groups: ProcessGroups) -> None:
+        """Have a process group, and all ranks the newest snapshot: only then is the one before given up."""
+        if self._world is not dist.group.WORLD:
+            self.leave()
+            with groups.tracked():
+                self._group = new_group(range(groups.world_size), f"{_NAME}", "")
+            self._world = dist.group.WORLD
+        self.finish()
+        _done(dist.barrier(self._group, async_op=True))
+
+    def _send(self, new: RankSnapshot, groups: ProcessGroups) -> None:
+        rest = torch.frombuffer(bytearray(new.rest()), dtype=torch.uint8)
+        sizes = torch.empty(groups.world_size, 2, dtype=torch.int64)
+        mine = torch.tensor([new.flat.numel(), rest.numel()])
+        _done(dist.all_gather(list(sizes), mine, self._group, async_op=True))
+        before, after = (groups.rank - 1) % groups.world_size, (groups.rank + 1) % groups.world_size
+        num_flat, num_rest = (int(size) for size in sizes[before])
+        old = self.held.pop(0) if len(self.held) == _KEPT else None
+        is_alike = old is not None and old.flat.numel() == num_flat
+        flat = old.flat if old is not None and is_alike else torch.empty(num_flat, dtype=torch.uint8)
+        received = torch.empty(num_rest, dtype=torch.uint8)
+        works = []
+        for source, target in ((new.flat, flat), (rest, received)):
+            to, come = [0] * groups.world_size, [0] * groups.world_size
+            to[after], come[before] = source.numel(), target.numel()
+            work = dist.all_to_all_single(target, source, come, to, group=self._group, async_op=True)
+            works.append(PendingWork(work, "the transfer of a snapshot"))
+        self._transfer = _Transfer(tuple(works), (new.flat, rest), flat, received)
+
+    # ---- healing
+
+    def put_back(self, mark: SnapshotMark, lost: Sequence[int], groups: ProcessGroups) -> None:
+        """Give all ranks the state of a snapshot; those that were lost get it from the rank after them; collective."""
+        mine = next((each for each in self.own if each.mark == mark), None)
+        for rank in lost:
+            holder = (rank + 1) % groups.world_size
+            if groups.rank == holder:
+                found = next(each for each in self.held if each.mark == mark)
+                rest = torch.frombuffer(bytearray(found.rest()), dtype=torch.uint8)
+                dist.send(torch.tensor([found.flat.numel(), rest.numel()]), rank)
+                dist.send(found.flat, rank)
+                dist.send(rest, rank)
+            if groups.rank == rank:
+                sizes = torch.empty(2, dtype=torch.int64)
+                dist.recv(sizes, holder)
+                flat, rest = (torch.empty(int(size), dtype=torch.uint8) for size in sizes)
+                dist.recv(flat, holder)
+                dist.recv(rest, holder)
+                mine = _made(rest.numpy().tobytes(), flat)
+        if mine is None:
+            raise UsageError(f"rank {groups.rank} has no snapshot of {mark}")
+        self.own, self.held = [mine], [each for each in self.held if each.mark == mark]
+        restore(TrainingObjects.among(variables()), mine.state)
+        _put_plain(mine.plain)
+
+
+SNAPSHOTS = Snapshots()
+"""Those of this process."""
+
+
+def _done(work: Any) -> None:  # noqa: ANN401 - c10d's
+    pending = PendingWork(work, "the exchange before a snapshot")
+    pending.wait()
+    pending.finish()
+
+
+def _flattened(mark: SnapshotMark, state: TrainingSnapshot, old: RankSnapshot | None) -> RankSnapshot:
+    """Return a snapshot whose tensors lie in one buffer: that of an old one, if it fits."""
+    layout: list[tuple[str, torch.dtype, torch.Size, int]] = []
+    end = 0
+    for name, tensor in state.tensors.items():
+        layout.append((name, tensor.dtype, tensor.shape, end))
+        end += math.ceil(tensor.nbytes / _ALIGN) * _ALIGN
+    found = tuple(layout)
+    flat = old.flat if old is not None and old.layout == found else torch.empty(end, dtype=torch.uint8)
+    views = _views(flat, found)
+    for name, view in views.items():
+        if view.data_ptr() != state.tensors[name].data_ptr():  # else it was copied there already
+            view.copy_(state.tensors[name])
+    return RankSnapshot(mark, replace(state, tensors=views), _plain(), flat, found)
+
+
+def _views(flat: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    return {
+        name: flat[begin : begin + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+        for name, dtype, shape, begin in layout
+    }
+
+
+def _made(rest: bytes, flat: torch.Tensor) -> RankSnapshot:
+    mark, state, plain, layout = pickle.loads(rest)
+    return RankSnapshot(mark, replace(state, tensors=_views(flat, layout)), plain, flat, layout)
+
+
+def _plain() -> bytes:
+    """Return the plain variables, pickled."""
+    found = {name: value for name, value in user_namespace().items() if not name.startswith("_") and _is_plain(value)}
+    return pickle.dumps({name: value for name, value in found.items() if name not in OFFERED})
+
+
+def _is_plain(value: Any, depth: int = 3) -> bool:  # noqa: ANN401 - anything
+    if type(value) in _PLAIN:
+        return not isinstance(value, (str, bytes)) or len(value) <= _MANY
+    if type(value) not in {list, tuple, dict, set} or not depth:
+        return False
+    items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+    return len(value) <= _MANY and all(_is_plain(each, depth - 1) for each in items)
+
+
+def _put_plain(plain: bytes) -> None:
+    """Give the plain variables their values; lists and the like stay the same objects, which others may refer to."""
+    own = user_namespace()
+    for name, value in pickle.loads(plain).items():
+        now: Any = own.get(name)
+        if isinstance(value, (dict, set)) and type(now) is type(value):
+            now.clear()
+            now.update(value)
+        elif isinstance(value, list) and type(now) is list:
+            now[:] = value
+        else:
+            own[name] = value
