@@ -800,7 +800,7 @@ class Workbench:
         """Return the faults that :meth:`fault` can inject, with the instrument that names each."""
         return FaultListReport()
 
-    def step(  # noqa: PLR0913 - the fields of the command
+    def step(  # noqa: PLR0913 - keywords: the line's arguments, and callbacks
         self,
         count: int = 1,
         fn: str = "train_step",

@@ -441,6 +441,8 @@ export interface Detach { readonly word: "detach"; }
 
 export interface Stop { readonly word: "stop"; }
 
+export interface Heal { readonly word: "heal"; }
+
 export interface Dashboard { readonly word: "dashboard"; }
 
 export interface Sharding {
@@ -494,7 +496,10 @@ export interface Step {
   readonly background?: boolean;
   readonly save?: string;
   readonly every?: number;
+  readonly snapshot?: number;
 }
+
+export interface Snapshot { readonly word: "snapshot"; }
 
 export interface Run {
   readonly word: "run";
@@ -653,10 +658,11 @@ export type ViewAnswer =
   | FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused;
 
 export type Command =
-  | Start | Attach | Status | Detach | Stop | Dashboard | Shard | Reshard | Plan | Unshard | Lint
-  | Step | Run | Save | Load | Pause | Next | Continue | Abort | Where | Break | Inspect | Evaluate
-  | Back | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory | DrawTimeline
-  | DrawStates | DrawComms | DrawTraining | Compare | Export | Open | History | Example | Help;
+  | Start | Attach | Status | Detach | Stop | Heal | Dashboard | Shard | Reshard | Plan | Unshard
+  | Lint | Step | Snapshot | Run | Save | Load | Pause | Next | Continue | Abort | Where | Break
+  | Inspect | Evaluate | Back | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory
+  | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare | Export | Open | History
+  | Example | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

@@ -23,6 +23,8 @@ ACTS = {
     "start",
     "attach",
     "stop",
+    "heal",
+    "snapshot",
     "shard",
     "reshard",
     "plan",

@@ -23,7 +23,7 @@ from workbench.cluster.pending_replies import Output
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.magics.command_lines import WORDS, has_json, help_text, parse_line
 from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
-from workbench.protocol.commands import Break, Evaluate, Help, Inspect, UnshardReply, VerifyReply
+from workbench.protocol.commands import Break, Evaluate, Help, Inspect, SnapshotReply, UnshardReply, VerifyReply
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.protocol.rank_messages import JobReply
 
@@ -57,6 +57,7 @@ def trained(notebook):
         "shard": gives(SHARD_RESULT),
         "reshard": gives(SHARD_RESULT),
         "lint": gives(LINT_RESULT),
+        "snapshot": gives(encode(SnapshotReply(num_bytes=2**20, kept_bytes=2**22, seconds=0.25))),
         "unshard": gives(encode(UnshardReply(model="model", num_params=2, optimizers=1))),
         "verify": gives(encode(VERIFIED)),
         "fault": gives(encode(FaultReply(name="nan", rank=1, unit="blocks.0", ms=200, is_on=True))),
@@ -122,7 +123,7 @@ STOPPED = {
     "continue": "StepReport",
     "abort": "EndReport",
 }
-ELSEWHERE = {"attach", "detach", "dashboard", "pause", "open", "run", "plan"}
+ELSEWHERE = {"attach", "detach", "heal", "dashboard", "pause", "open", "run", "plan"}
 """Commands with tests of their own: below, and those of plans."""
 
 

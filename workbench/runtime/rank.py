@@ -67,7 +67,16 @@ from workbench.protocol.rank_messages import (
     read_request,
 )
 from workbench.protocol.starting import Boot, Connect, ConnectReply
-from workbench.runtime import error_notes, faults, healing, no_keyboard, shard_planning, sharding, text_bars, tracebacks
+from workbench.runtime import (
+    error_notes,
+    faults,
+    no_keyboard,
+    process_reset,
+    shard_planning,
+    sharding,
+    text_bars,
+    tracebacks,
+)
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.checkpoints import Saver
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
@@ -182,11 +191,15 @@ class RankRuntime:
             self.doing = ""
 
     def _between(self, command: Step, saver: Saver, done: int) -> None:
-        """Save or take a snapshot if a command asks for it after so many of its steps."""
+        """Save or take a snapshot if a command asks for it after so many of its steps; one step later it is whole."""
         if done and command.saves_after(done):
             saver.begin()
-        if command.snapshot and done % command.snapshot == 0:
+        if not command.snapshot:
+            return
+        if done % command.snapshot == 0:
             self.take_snapshot(done)
+        else:
+            SNAPSHOTS.finish()
 
     def take_snapshot(self, done: int) -> SnapshotReply:
         """Take a snapshot after ``done`` steps of the program's next entry; collective."""
@@ -359,14 +372,14 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
         host=request.host,
     )
     backends.tell_host(request.host.identity)
-    healing.note_birth()
+    process_reset.note_birth()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
     recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
     if past is None:
         SNAPSHOTS.forget()
     else:
-        healing.begin_again()
+        process_reset.begin_again()
         recorder.resume(header_from_dict(past.header), key_frame_from_dict(past.key_frame), past.next_step)
         UNIT_INDICES.next, trainer.optimizer_steps = past.next_unit, past.optimizer_steps
     hooks = trainer.install()
@@ -544,7 +557,7 @@ def end_replay() -> list[str]:
         runtime.trainer.optimizer_steps = runtime.replay.optimizer_steps
         runtime.replay = None
     runtime.note_models()
-    return healing.give_back()
+    return process_reset.give_back()
 
 
 def shutdown() -> None:

@@ -236,10 +236,11 @@ def _flattened(mark: SnapshotMark, state: TrainingSnapshot, old: RankSnapshot | 
         layout.append((name, tensor.dtype, tensor.shape, end))
         end += math.ceil(tensor.nbytes / _ALIGN) * _ALIGN
     found = tuple(layout)
-    flat = old.flat if old is not None and old.layout == found else torch.empty(end, dtype=torch.uint8)
-    views = _views(flat, found)
+    is_alike = old is not None and old.layout == found
+    flat = old.flat if old is not None and is_alike else torch.empty(end, dtype=torch.uint8)
+    views = old.state.tensors if old is not None and is_alike else _views(flat, found)
     for name, view in views.items():
-        if view.data_ptr() != state.tensors[name].data_ptr():  # else it was copied there already
+        if view is not state.tensors[name]:  # else it was copied there already
             view.copy_(state.tensors[name])
     return RankSnapshot(mark, replace(state, tensors=views), _plain(), flat, found)
 

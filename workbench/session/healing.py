@@ -14,7 +14,7 @@ from typing import Any
 
 from workbench.base.codec import decode, encode
 from workbench.cluster.engine_provider import OnWait
-from workbench.cluster.pending_replies import PendingReplies
+from workbench.cluster.release_ranks import free
 from workbench.errors import ClusterError, RankError, UsageError
 from workbench.protocol.commands import Reshard, Shard, Snapshot, Step, Unshard, to_text
 from workbench.protocol.rank_messages import Marks, SnapshotMark
@@ -23,7 +23,7 @@ from workbench.reports.heal_report import HealReport
 from workbench.session.outside_effects import effects_of
 from workbench.session.program import CompletedCell, CompletedCommand, Entry, Omission
 from workbench.session.request import RequestListener
-from workbench.session.session import RUNTIME, Session, busy_sentence
+from workbench.session.session import RECOVER_S, RUNTIME, Session, busy_sentence
 from workbench.session.waiter import PATIENT_S
 
 REPEATED = (Shard, Reshard, Unshard)
@@ -82,7 +82,8 @@ def _newest_mark(session: Session, lost: Sequence[int], living: Sequence[int]) -
     """Return when the newest snapshot was taken that is whole: every rank's is on it, or on the rank after it."""
     num_ranks = session.cluster.num_ranks
     found = {
-        rank: decode(Marks, data, f"marks of rank {rank}") for rank, data in _on_all(session, "marks", living).items()
+        rank: decode(Marks, data, f"marks of rank {rank}")
+        for rank, data in _on_all(session, "marks", ranks=living).items()
     }
     if not found or any((rank + 1) % num_ranks in lost for rank in lost):
         return None
@@ -138,8 +139,7 @@ class _Repetition:
             self._put_back(self._mark)
 
     def _put_back(self, mark: SnapshotMark) -> None:
-        pending = self._session.cluster.apply(f"{RUNTIME}:put_back", encode(mark), self._ranks)
-        _wait_for(pending, "put_back")
+        _on_all(self._session, "put_back", encode(mark), self._ranks)
 
     def _repeated(self, number: int, entry: Entry) -> Entry:
         """Repeat an entry, and return that of the program now."""
@@ -178,13 +178,18 @@ def _words(entry: Entry) -> str:
     return f"the cell {code.strip().splitlines()[0]!r}"
 
 
-def _on_all(session: Session, name: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-    """Call a function of the ranks' side on ranks, by default all, between requests; return their replies."""
-    return _wait_for(session.cluster.apply(f"{RUNTIME}:{name}", ranks=ranks), name)
+def _on_all(session: Session, name: str, *args: Any, ranks: Sequence[int] | None = None) -> dict[int, Any]:  # noqa: ANN401 - plain data
+    """Call a function of the ranks' side on ranks, by default all, between requests; return their replies.
 
-
-def _wait_for(pending: PendingReplies, name: str) -> dict[int, Any]:
-    if not pending.wait(PATIENT_S, or_error=True):
-        raise ClusterError(f"the ranks did not finish {name!r} in time: %fsdp heal")
+    Raises:
+        RankDied, ClusterError: a rank was lost, or is too slow; the others no longer wait for it.
+    """
+    pending = session.cluster.apply(f"{RUNTIME}:{name}", *args, ranks=ranks)
+    is_done = pending.wait(RECOVER_S, or_error=True)
+    if not is_done:
+        free(session.cluster, session.living(), pending, "another rank was lost")
+        pending.wait(PATIENT_S)
     pending.raise_error()
+    if not is_done:
+        raise ClusterError(f"the ranks did not finish {name!r} in time: %fsdp heal begins again")
     return pending.results()

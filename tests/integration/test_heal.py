@@ -1,0 +1,143 @@
+"""Ranks that die are replaced, and training goes on with the same losses, bit for bit."""
+
+import os
+import signal
+from ast import literal_eval
+
+import pytest
+
+from tests.helpers.waiting import wait_until
+from workbench import Workbench
+from workbench.errors import RankDied, UsageError
+from workbench.session import healing
+from workbench.trace.invariants import check
+
+pytestmark = pytest.mark.cluster
+
+MODEL = """
+import os, signal
+import torch
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return x * (1 + self.seen / 100)
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), Scaled(), nn.Linear(12, 5), nn.Linear(5, 1))
+"""
+TRAINING = """
+opt = torch.optim.AdamW(model.parameters(), lr=0.05)
+schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+generator = torch.Generator().manual_seed(rank)
+losses, doomed = [], {}
+
+def train_step():
+    if doomed.get(rank) == len(losses):
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss = model(torch.randn(4, 6, generator=generator)).float().square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    schedule.step()
+    losses.append(loss.item())
+    return losses[-1]
+"""
+STEPS, EVERY = 8, 3
+POLICIES = {
+    2: {"fully_shard": {}, "classic": {"api": "classic"}, "mixed": {"mp": "bf16"}, "offload": {"offload": True}},
+    4: {
+        "fully_shard": {},
+        "classic": {"api": "classic", "orig_params": True},
+        "hybrid": {"mesh": (2, 2)},
+        "classic hybrid": {"api": "classic", "strategy": "hybrid", "mesh": (2, 2)},
+    },
+}
+
+
+@pytest.fixture
+def wb(request):
+    """A workbench for all rows of a table: a heal gives back the process that a death takes."""
+    with Workbench(num_ranks=request.param, device="cpu") as started:
+        yield started
+
+
+def prepare(wb, **policy):
+    wb.run_cell(MODEL)
+    wb.shard("model", **policy)
+    wb.run_cell(TRAINING)
+
+
+def losses_of(wb):
+    return {rank: literal_eval(text) for rank, text in wb.run_cell("print(losses)").texts.items()}
+
+
+def train_until(wb, deaths, **options):
+    """Train until ranks kill themselves, each before its step."""
+    wb.run_cell(f"doomed |= {deaths}")
+    with pytest.raises(RankDied, match="%fsdp heal"):
+        wb.step(STEPS, **options)
+    wait_until(lambda: set(wb.losses) == deaths.keys())
+
+
+def kill(wb, *ranks):
+    for rank in ranks:
+        os.kill(wb.status().ranks[rank].pid, signal.SIGKILL)
+    wait_until(lambda: wb.losses.keys() >= {*ranks})
+
+
+@pytest.mark.parametrize("wb", POLICIES, indirect=True)
+def test_training_goes_on_from_the_last_step_with_the_same_losses(wb):
+    last = wb.num_ranks - 1
+    for name, policy in POLICIES[wb.num_ranks].items():
+        prepare(wb, **policy)
+        wb.step(STEPS)
+        expected = losses_of(wb)
+        prepare(wb, **policy)
+        train_until(wb, {last: 5}, snapshot=EVERY)
+        healed = wb.heal()
+        assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.failed) == ((last,), 2, 0, ()), name
+        assert healed.next == f"%fsdp step {STEPS - 5} --snapshot {EVERY}"
+        assert losses_of(wb) == {rank: each[:5] for rank, each in expected.items()}, name
+        wb.run_cell("doomed.clear()")
+        kill(wb, 0)  # at which all meet, and between two commands; a heal leaves a snapshot
+        assert wb.heal().steps_redone == 0
+        wb.step(STEPS - 5)
+        assert losses_of(wb) == expected, name
+        assert list(check(wb.trace)) == []
+
+
+@pytest.mark.parametrize("wb", [4], indirect=True)
+def test_what_cannot_be_restored_is_named(wb, monkeypatch):
+    with pytest.raises(UsageError, match="all ranks run: nothing to heal"):
+        wb.heal()
+    prepare(wb)
+    wb.run_cell("only_here = object()", ranks=[1])
+    wb.run_cell("torch.save(1, os.devnull)")
+    train_until(wb, {0: 5, 2: 5}, snapshot=EVERY)  # the others have both snapshots
+    said = []
+    healed = wb.heal(on_notice=said.append)
+    assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.kept) == ((0, 2), 2, 0, ("only_here",))
+    assert said == ["runs again: the cell that begins with 'torch.save(1, os.devnull)', which writes a file"]
+    assert set(map(len, losses_of(wb).values())) == {5}
+
+    kill(wb, 1, 2)  # rank 2 had the snapshot of rank 1
+    restart, victims = healing.Session.restart_ranks, [3]
+
+    def restart_and_kill(session, on_wait):
+        restart(session, on_wait)
+        if victims:
+            kill(wb, victims.pop())
+
+    monkeypatch.setattr(healing.Session, "restart_ranks", restart_and_kill)
+    with pytest.raises(RankDied, match="rank 3 died"):
+        wb.heal()
+    healed = wb.heal()
+    assert (healed.ranks, healed.steps_lost, healed.next) == ((3,), 5, f"%fsdp step {STEPS} --snapshot {EVERY}")
+    assert set(map(len, losses_of(wb).values())) == {0}
+    assert [type(entry).__name__ for entry in wb.program.entries].count("CompletedCommand") == 1, "steps are lost"
