@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import live, report
+from bench import heal, live, report
 from bench.aims import Verdict, verdicts
 from bench.between_hosts import compare_hosts
 from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, OURS, RECORDED, TORCH, Case
@@ -25,7 +25,7 @@ from workbench.base.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "many", "trace", "browser", "gpu")
+PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "many", "heal", "trace", "browser", "gpu")
 FULL = Effort(
     rounds=6,
     steps=7,
@@ -108,7 +108,15 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
             yield ("trace",), _apart("trace of 1 M events", lambda: live.trace(effort))
             yield from _of_512_ranks(effort)
         case _:
-            works = {"live": lambda: live.live(effort), "many": lambda: live.many(effort), "browser": live.browser}
+            works = {
+                "live": lambda: live.live(effort),
+                "many": lambda: live.many(effort),
+                "heal": lambda: {
+                    "deaths": heal.measure_heals,
+                    "snapshots": lambda: heal.measure_snapshots(effort.rounds),
+                },
+                "browser": live.browser,
+            }
             for name, work in works[part]().items():
                 yield (part, name), _apart(name, work)
 

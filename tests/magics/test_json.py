@@ -92,6 +92,7 @@ IDLE = {
     "step 3": "StepReport",
     "save {folder}": "SaveReport",
     "load {folder}": "LoadReport",
+    "snapshot": "SnapshotReport",
     "step 3 --background": "BackgroundReport",
     "break add forward:blocks.0 --rank 2 --when 'num_bytes > 1'": "BreakReport",
     "break list": "BreakReport",

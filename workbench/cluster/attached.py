@@ -6,14 +6,16 @@ import getpass
 import json
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from workbench.cluster.engine_probe import identity
-from workbench.cluster.engine_provider import EngineProvider, Registered
+from workbench.cluster.engine_provider import EngineProvider, Registered, unused
 from workbench.cluster.local_launch import profile_directory
+from workbench.cluster.pending_replies import ranks_in_words
 from workbench.errors import UsageError
 from workbench.protocol.starting import ClusterOwner
 
@@ -142,6 +144,22 @@ class AttachedEngines(EngineProvider):
             raise UsageError(f"the cluster of {self._file} has {what}: start more with ipcluster engines -n N")
         self.deadline = max(self.deadline, time.monotonic() + BOOT_S)
         return tuple(sorted(engines, key=engines.__getitem__))
+
+    def replace(self, ranks: Sequence[int], registered: Registered, used: Sequence[str]) -> dict[int, str]:
+        """Return an engine that is no rank yet for each of ``ranks``.
+
+        Raises:
+            UsageError: the cluster has too few.
+        """
+        free = unused(registered, used)
+        if len(free) < len(ranks):
+            more = len(ranks) - len(free)
+            raise UsageError(
+                f"the cluster of {self._file} has no engine for {ranks_in_words(ranks)}: start one with "
+                f"ipcluster engines -n {more}, on the same host, then %fsdp heal"
+            )
+        self.deadline = time.monotonic() + BOOT_S
+        return dict(zip(ranks, free, strict=False))
 
     def advice(self, _rank: int | None, *_others: int | None) -> str:
         """Return what to check and to do when the cluster does not answer."""

@@ -201,7 +201,7 @@ class Cluster:
         self._notices = WaitNotices(on_wait, _QUICK_S)
         lost = [rank for rank, is_alive in enumerate(self.alive()) if not is_alive]
         try:
-            new = place.replace(lost, channels.registered)
+            new = place.replace(lost, channels.registered, channels.engines)
             engines = tuple(new.get(rank, engine) for rank, engine in enumerate(channels.engines))
             self._open_channels(place, channels.wire, engines)
             requests = self._boots_again(place)

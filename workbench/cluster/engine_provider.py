@@ -45,6 +45,12 @@ class WaitNotices:
             self._on_wait(f"{what}, {now - self._began:.0f} s{f': {detail}' if detail else ''}")
 
 
+def unused(registered: Registered, used: Sequence[str]) -> list[str]:
+    """Return the registered engines that are not among ``used``, in the order in which they registered."""
+    found = registered()
+    return sorted(found.keys() - set(used), key=found.__getitem__)
+
+
 class EngineProvider(ABC):
     """Engines, and the controller that routes messages to them; by default it knows only what the controller tells.
 
@@ -78,8 +84,13 @@ class EngineProvider(ABC):
             ClusterError: some did not register; the message says which, and why if that is known.
         """
 
-    def replace(self, ranks: Sequence[int], registered: Registered) -> dict[int, str]:
+    def replace(self, ranks: Sequence[int], registered: Registered, used: Sequence[str]) -> dict[int, str]:
         """Start another engine for each of ``ranks``, which are lost, and wait until it has registered.
+
+        Args:
+            ranks: the ranks.
+            registered: returns the engines that have registered.
+            used: the engines of all ranks, the lost ones included.
 
         Returns:
             the session id of the new engine of each rank.

@@ -19,7 +19,7 @@ import shutil
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
@@ -39,9 +39,10 @@ from traitlets.config.loader import Config, load_pyconfig_files
 
 from workbench.cluster import processes, ssh_launch
 from workbench.cluster.engine_probe import ELSEWHERE, address_towards, interfaces_here
-from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNotices
+from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNotices, unused
 from workbench.cluster.job_queue import JobQueue
 from workbench.cluster.local_launch import profile_directory
+from workbench.cluster.pending_replies import ranks_in_words
 from workbench.cluster.reaper import Reaper, remove
 from workbench.errors import ClusterError, UsageError, did_you_mean
 
@@ -306,7 +307,35 @@ class IppLaunch(EngineProvider):
         cluster.controller.on_stop(lambda _: self._on_exit(None))
         await cluster.controller.get_connection_info()
 
-    async def _start_engines(self) -> None:
+    def replace(self, ranks: Sequence[int], registered: Registered, used: Sequence[str]) -> dict[int, str]:
+        """Start another engine for each of ``ranks``: here, or on a host of which an engine has ended.
+
+        Raises:
+            UsageError: the launcher starts all engines at once.
+            ClusterError: it failed.
+        """
+        if not (self._is_here or self._is_ssh):
+            raise UsageError(
+                f"{self._words} starts and ends all engines as one job, so {ranks_in_words(ranks)} cannot be replaced "
+                "alone: %fsdp stop, then %fsdp start"
+            )
+        more: dict[str, Any] = {}
+        if self._is_ssh:
+            ended = [each for each in self._cluster.engine_set.launchers.values() if each.state == "after"]
+            if len(ended) < len(ranks):
+                raise ClusterError("ssh has not reported yet which engines have ended: %fsdp heal again in a moment")
+            hosts = Counter(each.location for each in ended[-len(ranks) :])
+            more = {"engines": dict(hosts)}
+        self._waits_for = ""
+        started = self._loop.submit(self._start_engines(len(ranks), **more))
+        while not started.done() or len(unused(registered, used)) < len(ranks):
+            if started.done():
+                self._check(started, f"start {len(ranks)} engines")
+            self._wait_a_moment(f"{ranks_in_words(ranks)} have yet to connect")
+        self.deadline = time.monotonic() + self._timeout_s
+        return dict(zip(ranks, unused(registered, used), strict=False))
+
+    async def _start_engines(self, count: int = 0, **more: Any) -> None:  # noqa: ANN401 - traits of the launcher
         configured = self._settings(self._launcher_class)
         if self._is_ssh and self._cluster.send_engines_connection_env:
             # their environment has the connection info, so no key file is needed on their hosts
@@ -323,7 +352,7 @@ class IppLaunch(EngineProvider):
             # the local ssh process of each engine gets the marker, so that it is found and ended too
             settings["ssh_cmd"] = ["env", f"{processes.MARKER}={self._id}", *complaining, *configured.ssh_cmd]
             self._cluster.engine_launcher_class = ssh_launch.patient(self._launcher_class, self._gives_up)
-        await self._cluster.start_engines(self._num_ranks, **settings)
+        await self._cluster.start_engines(count or self._num_ranks, **settings, **more)
 
     def _controller_arguments(self) -> list[str]:
         """Return arguments for early detection of lost engines, unless configured."""

@@ -236,7 +236,7 @@ class LocalLaunch(EngineProvider):
         )
         self._watched |= dict(enumerate(ranks))
 
-    def replace(self, ranks: Sequence[int], registered: Registered) -> dict[int, str]:
+    def replace(self, ranks: Sequence[int], registered: Registered, _used: Sequence[str]) -> dict[int, str]:
         """Start another process for each of ``ranks``, which have ended, and wait until its engine has registered.
 
         Returns:
