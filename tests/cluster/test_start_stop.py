@@ -429,3 +429,17 @@ def test_a_partial_start_is_ended(make_cluster, monkeypatch, private):
     with pytest.raises(ClusterError, match="cannot be adopted"):
         make_cluster().start()
     assert list(private.iterdir()) == []
+
+
+def test_a_kill_for_lack_of_memory_is_told_from_another_kill(make_cluster, monkeypatch):
+    counts = iter([0, 1, 1])  # at the start, and at each death
+    monkeypatch.setattr("workbench.cluster.processes.num_oom_kills", lambda: next(counts))
+    cluster = make_cluster()
+    cluster.start()
+    for rank in range(2):
+        os.kill(cluster.rank_info[rank].pid, signal.SIGKILL)
+        wait_until(lambda rank=rank: rank in cluster.losses())
+    assert [how.partition("SIGKILL ")[2] for how in cluster.losses().values()] == [
+        "(memory ran out: the kernel has counted a process that it killed for it)",
+        "(as when memory runs out)",
+    ]

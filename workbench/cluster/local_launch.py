@@ -195,6 +195,8 @@ class LocalLaunch(EngineProvider):
         self._watched: dict[int | None, ChildProcess | ForkedRank] = {}
         self._zygote: Zygote | None = None
         self._num_replaced = 0
+        self._oom_kills = processes.num_oom_kills()
+        self._lacked_memory: dict[ChildProcess | ForkedRank, bool] = {}
         self._root = private_directory(profile)
         self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
@@ -331,7 +333,17 @@ class LocalLaunch(EngineProvider):
         who = "the process" if rank is not None else "the cluster's controller"
         if isinstance(watched, ForkedRank) and watched.died_with_zygote:
             who = "the process that ranks are forked from"
-        return f"{who} {_ending(watched.returncode)}"
+        if watched not in self._lacked_memory:
+            self._lacked_memory[watched] = watched.returncode == -signal.SIGKILL and self._is_killed_for_memory()
+        return f"{who} {_ending(watched.returncode, has_lacked_memory=self._lacked_memory[watched])}"
+
+    def _is_killed_for_memory(self) -> bool:
+        """Return whether the kernel has killed more processes because memory ran out than this was asked for before."""
+        now, before = processes.num_oom_kills(), self._oom_kills
+        if now is None or before is None or now <= before:
+            return False
+        self._oom_kills = before + 1
+        return True
 
     def is_running(self, rank: int) -> bool:
         """Return whether the process of ``rank`` runs; False as soon as it has ended, even before ``on_exit``."""
@@ -433,12 +445,20 @@ def check_open_files(num_ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _ending(code: int) -> str:
-    """Return an exit code in words. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``."""
+def _ending(code: int, *, has_lacked_memory: bool) -> str:
+    """Return an exit code in words. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``.
+
+    Args:
+        code: the exit code; negative: the signal.
+        has_lacked_memory: whether the kernel has killed a process because memory ran out.
+    """
     if code >= 0:
         return f"ended with exit code {code}"
     name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
-    return f"was killed by {name}" + (" (as when memory runs out)" if name == "SIGKILL" else "")
+    why = "as when memory runs out"
+    if has_lacked_memory:
+        why = "memory ran out: the kernel has counted a process that it killed for it"
+    return f"was killed by {name}" + (f" ({why})" if name == "SIGKILL" else "")
 
 
 def _name(rank: int | None) -> str:

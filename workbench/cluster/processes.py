@@ -103,6 +103,14 @@ def environment(cluster_id: str, num_ranks: int) -> dict[str, str]:
     return kept | thread_limits(num_ranks, usable_cores(), kept) | {MARKER: cluster_id}
 
 
+def num_oom_kills(vmstat: Path = Path("/proc/vmstat")) -> int | None:
+    """Return how many processes the kernel of this machine has killed because memory ran out; None: it does not say."""
+    with suppress(OSError, ValueError):
+        counts = dict(line.split() for line in vmstat.read_text().splitlines())
+        return int(counts["oom_kill"]) if "oom_kill" in counts else None
+    return None
+
+
 def is_running(process: psutil.Process) -> bool:
     """Return whether the process runs; False for a zombie."""
     return bool(process.is_running() and not has_ended(process))

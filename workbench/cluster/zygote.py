@@ -62,7 +62,7 @@ def can_fork(device: str) -> bool:
 # --------------------------------------------------------------------- on the kernel
 
 
-@dataclass
+@dataclass(eq=False)
 class ForkedRank:
     """A rank's process, which is a child of the zygote.
 

@@ -15,6 +15,7 @@ from workbench.protocol.commands import (
     Reshard,
     Save,
     Shard,
+    Snapshot,
     Step,
     StepReply,
     Unshard,
@@ -105,7 +106,7 @@ def _engine_of(program: Program) -> str:
     return engines.pop() if engines else ENGINES[0]
 
 
-_NO_CODE = (InjectFault, Lint, Save, Verify)
+_NO_CODE = (InjectFault, Lint, Save, Snapshot, Verify)
 """Commands that leave the training as it is."""
 
 
