@@ -35,7 +35,7 @@ VALUES = [
 
 def planned(plan):
     """Return a plan by simple sums: shards, full parameters, activations."""
-    half = 0.5 if plan.mp else 1
+    half = 0.5 if plan.mp == HALF_PRECISION else 1
     state = 0 if plan.offload else 1600 / (plan.ranks / 2 if plan.mesh == "hosts" else plan.ranks)
     keeps = plan.reshard_after_forward == "false" or not plan.wrap
     size = {
@@ -110,6 +110,13 @@ def test_a_policy_that_more_ranks_do_not_help_is_named_with_its_largest_class():
     (never,) = found.never
     assert never.options == ""
     assert dict(found.facts())["fits on no number"].startswith("as it is: activations are the most, 85.8 MiB of")
+
+
+def test_more_ranks_come_before_offload():
+    found, _ = search("120MB", Plan("model", ranks=16, hosts=2, mp="off"))
+    assert all("--offload" in policy.options for policy in found.best)
+    (fewest,) = found.least
+    assert (fewest.num_ranks, fewest.options) == (32, "--wrap Block --reshard-after-forward true --checkpoint Block")
 
 
 def test_without_any_that_fits_the_sentence_says_so():

@@ -553,7 +553,7 @@ class Reshard(_Sharding):
 
 @command(
     "plan model --ranks 64 --device a100-80gb",
-    more="`--mesh 8x8`, `--mp bf16`, ...: sharded in another way; then `compare plan last`",
+    more="`--mesh 8x8`, `--mp bf16`, ...: sharded in another way; then `compare plan last`; `--fit 80GB`: what fits",
 )
 class Plan(Reshard):
     """Say what the program would need and take on other machines, which need not exist.

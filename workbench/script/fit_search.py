@@ -90,7 +90,7 @@ class FitSearch:
             for precision in self._precisions(own, first):
                 self._try(replace(own, **precision, offload=True), _axes(own, first), skipped)
         here = [self._policy(own, plan) for plan in self._planned]
-        leanest = min(self._planned, key=lambda plan: (plan.mp != own.mp, self._planned[plan].peak_bytes))
+        leanest = min(self._planned, key=lambda plan: self._need(own, plan))
         searched = [self._fewest(own, plan) for plan in dict.fromkeys([own, leanest])]
         tried = [(plan, fits) for plan, fits in searched if plan is not None]
         return FitReport(
@@ -152,6 +152,10 @@ class FitSearch:
                 if report.peak_bytes > (1 - _GAIN) * self._planned[plan].peak_bytes:
                     return other, False
             plan = other
+
+    def _need(self, own: Plan, plan: Plan) -> tuple[bool, bool, int]:
+        """Return how little a policy needs; one in the program's own precision, and without offload, comes first."""
+        return plan.mp != own.mp, plan.offload != own.offload, self._planned[plan].peak_bytes
 
     def _fits(self, report: PlanReport) -> bool:
         return report.peak_bytes <= self._limit
