@@ -11,6 +11,8 @@ from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, UsageError
 from workbench.protocol.commands import Save
+from workbench.runtime.checkpoint_files import PARTIAL
+from workbench.trace import steps
 
 pytestmark = pytest.mark.cluster
 
@@ -37,6 +39,39 @@ def names(folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+def interrupt_and_fail(bench, tmp_path, after):
+    """Interrupt a save, fill the disk, kill a rank, and load in new ranks, whose next losses are ``after``."""
+    (tmp_path / "gate").unlink()
+    bench.step(1)
+    press = CtrlCCallback(anyway=True)
+    with pytest.raises(Interrupted):
+        bench.do(SAVE, on_standing=lambda text: "written" in text and press(text))
+    (tmp_path / "gate").touch()
+    wait_until(lambda: names("runs") == ["step-2", "step-4", "step-6"])
+    bench.run_cell("checkpoint_writer.write_chunk = at_once")
+
+    bench.fault("disk-full", rank=1)
+    with pytest.raises(UsageError, match=r"^rank 1: cannot write into .*/runs: the disk is full"):
+        bench.step(2, save="runs")
+    bench.fault("off")
+    assert bench.verify(resume="runs/step-6").faults[0].rule == "other-step"
+
+    bench.fault("kill-during-save", rank=1)
+    with pytest.raises(RankDied, match="rank 1 died"):
+        bench.save("runs")
+    assert names("runs") == ["step-2", "step-4", "step-6"]
+    bench.stop()
+    bench.start()
+    bench.run_cell(CELL)
+    bench.shard("model", wrap=["Block"], api="classic")
+    bench.run_cell("opt = torch.optim.AdamW(model.parameters(), lr=3.0)")
+    loaded = bench.load("runs/step-4")
+    assert (loaded.step, loaded.notes) == (4, ())
+    assert bench.step(2).losses == pytest.approx(after)
+    assert bench.save("runs").step == 6
+    assert bench.verify(resume="runs").problem == ""
+
+
 def test_saves_are_shown_interrupted_and_survive_a_killed_rank(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKBENCH_STALL_S", "0.2")
@@ -48,6 +83,16 @@ def test_saves_are_shown_interrupted_and_survive_a_killed_rank(tmp_path, monkeyp
         after = bench.step(2).losses
         bench.run_cell(SLOW.format(gate=tmp_path / "gate"))
 
+        bench.step(3, save="slow", every=2, background=True)  # the last step is taken while the first save waits
+        wait_until(lambda: max(steps(bench.trace)) == 8)
+        assert all(name.startswith(PARTIAL) for name in names("slow"))
+        (tmp_path / "gate").touch()
+        wait_until(bench.news)
+        assert names("slow") == ["step-8", "step-9"]
+        (tmp_path / "gate").unlink()
+        bench.load("runs/step-4")
+        assert bench.step(2).losses == after
+
         shown, seen, ended = [], threading.Event(), []
         notice = lambda text: (shown.append(text), "written" in text and seen.set())  # noqa: E731
         save = threading.Thread(target=lambda: ended.append(bench.do(SAVE, on_standing=notice)))
@@ -58,32 +103,4 @@ def test_saves_are_shown_interrupted_and_survive_a_killed_rank(tmp_path, monkeyp
         save.join(PATIENCE_S)
         assert (ended[0].step, names("runs")) == (6, ["step-2", "step-4", "step-6"])
 
-        (tmp_path / "gate").unlink()
-        bench.step(1)
-        press = CtrlCCallback(anyway=True)
-        with pytest.raises(Interrupted):
-            bench.do(SAVE, on_standing=lambda text: "written" in text and press(text))
-        (tmp_path / "gate").touch()
-        wait_until(lambda: names("runs") == ["step-2", "step-4", "step-6"])
-        bench.run_cell("checkpoint_writer.write_chunk = at_once")
-
-        bench.fault("disk-full", rank=1)
-        with pytest.raises(UsageError, match=r"^rank 1: cannot write into .*/runs: the disk is full"):
-            bench.step(2, save="runs")
-        bench.fault("off")
-        assert bench.verify(resume="runs/step-6").faults[0].rule == "other-step"
-
-        bench.fault("kill-during-save", rank=1)
-        with pytest.raises(RankDied, match="rank 1 died"):
-            bench.save("runs")
-        assert names("runs") == ["step-2", "step-4", "step-6"]
-        bench.stop()
-        bench.start()
-        bench.run_cell(CELL)
-        bench.shard("model", wrap=["Block"], api="classic")
-        bench.run_cell("opt = torch.optim.AdamW(model.parameters(), lr=3.0)")
-        loaded = bench.load("runs/step-4")
-        assert (loaded.step, loaded.notes) == (4, ())
-        assert bench.step(2).losses == pytest.approx(after)
-        assert bench.save("runs").step == 6
-        assert bench.verify(resume="runs").problem == ""
+        interrupt_and_fail(bench, tmp_path, after)

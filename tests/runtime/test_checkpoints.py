@@ -241,8 +241,8 @@ SPOILED = {
 }
 
 
-def refusals(folder):
-    """Return what saving and loading are refused with; check that each changes nothing."""
+def prepare_refusals(folder):
+    """Train a step, and make the folders that are refused; return the variables."""
     ns = begin()
     execute(Step(count=1))
     for name in ("step-1", *SPOILED):
@@ -258,6 +258,12 @@ def refusals(folder):
         Path(folder, "step-1", f"{PARTIAL}step-9-host-1-ab").mkdir()
         Path(folder, "step-1", f"{PARTIAL}step-9-{socket.gethostname()}-{2**30}-ab").mkdir()  # of a killed process
     dist.barrier()
+    return ns
+
+
+def refusals(folder):
+    """Return what saving and loading are refused with; check that each changes nothing."""
+    ns = prepare_refusals(folder)
     before, found = whole(ns), {}
 
     def refused(name, command, kept=True):
