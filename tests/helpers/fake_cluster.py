@@ -374,7 +374,7 @@ class FakeCluster:
         chosen = self._select(ranks)
         function = name.partition(":")[2]
         if function == "execute":
-            args = (from_dict(*args),)
+            args = (from_dict(args[0]),)
             if isinstance(args[0], (Step, Run)) and args[0].stop is not None:
                 for gate in self.gates:
                     gate.breakpoints = (args[0].stop, *gate.breakpoints)
@@ -537,6 +537,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "unreduced": [],
         "unsharded": [],
         "never_cleared": [],
+        "snapshot_bytes": 0,
         "rows": [],
         "saved": [],
     }
