@@ -745,7 +745,7 @@ class SnapshotReply:
     seconds: float
 
 
-@command("snapshot", more="`%fsdp step N --snapshot K`: every K steps", reply=SnapshotReply)
+@command("snapshot", more="`%fsdp step 300 --snapshot 10`: every 10 steps", reply=SnapshotReply)
 class Snapshot(Command):
     """Keep the training state in memory, each rank also that of the rank before, for %fsdp heal."""
 
