@@ -295,6 +295,7 @@ def test_unshard_and_verify_report(trained):
         "reset": [],
         "uneven": [],
         "uneven_copies": [],
+        "resume": None,
         "copy": [],
         "settings": {},
         "optimizer_steps": 1,

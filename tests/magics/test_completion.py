@@ -29,7 +29,7 @@ def refuse(kind):
     [
         ("%fsdp ", "", list(WORDS)),
         ("%fsdp unshard e", "e", ["encoder"]),
-        ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn", "--json", "--no-repeat", "--repeat"]),
+        ("%fsdp verify ", "", ["model", "encoder", "--help", "--fn", "--resume", "--json", "--no-repeat", "--repeat"]),
         ("%fsdp shard --wrap Block ", "", ["model", "encoder", *SHARD_FLAGS]),
         ("%fsdp shard model ", "", SHARD_FLAGS),
         ("%fsdp shard model --o", "--o", ["--offload", "--orig-params"]),

@@ -161,7 +161,7 @@ MP = (
     "bf16, fp16, fp32, fp64; keep=*.norm* leaves the parameters of these names in their own dtype; got "
 )
 NEAR_MONTH = ", ".join(nearest("month", EVENTS))
-KNOWN = "; known: shard, reshard, unshard, lint, step, run, save, load, verify, fault"
+KNOWN = "; known: shard, reshard, unshard, lint, step, snapshot, run, save, load, verify, fault"
 FREES = (
     "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
     "parameters after forward, or grad, which keeps them"
@@ -396,7 +396,19 @@ def test_of_a_command_it_is_declared_who_runs_it_and_what_is_answered():
     assert (Step.word, Step.example, Step.method, Step.on_ranks, Step.reply) == ("step", "step 40", "", True, StepReply)
     assert (Pause.on_ranks, Pause.reply, Pause.looks) == (False, NoneType, False)
     assert (Cell.word, Cell.on_ranks) == ("%%fsdp", False)
-    assert list(ON_RANKS) == ["shard", "reshard", "unshard", "lint", "step", "run", "save", "load", "verify", "fault"]
+    assert list(ON_RANKS) == [
+        "shard",
+        "reshard",
+        "unshard",
+        "lint",
+        "step",
+        "snapshot",
+        "run",
+        "save",
+        "load",
+        "verify",
+        "fault",
+    ]
     assert summary(Pause) == "stop all ranks at the same event of the running step"
 
 

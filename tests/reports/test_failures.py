@@ -84,7 +84,7 @@ def test_a_dead_rank_names_the_survivors():
     assert error.ranks == (1,)
     assert str(error).splitlines() == [
         "rank 1 died: the process was killed by SIGKILL",
-        "without rank 1 no step is possible: %fsdp stop, then %fsdp start; "
+        "without rank 1 no step is possible: %fsdp heal replaces what is lost, or %fsdp stop, then %fsdp start; "
         "ranks 0, 2 can still run cells with %%fsdp -t 0,2",
     ]
 

@@ -23,10 +23,9 @@ from workbench import INSTALL, __version__
 from workbench.base.machines import DEFAULT
 from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
-from workbench.protocol.arguments import argument_of
-from workbench.protocol.commands import Plan, to_text
 
 if TYPE_CHECKING:
+    from workbench.protocol.commands import Plan
     from workbench.reports.plan_report import PlanReport
     from workbench.session.outputs import OnOutput
 
@@ -47,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, parser_of = _parsers()
     given = list(sys.argv[1:] if argv is None else argv)
     runs_script = bool(given) and given[0] in _RUN_SCRIPTS
+    if given[:1] == ["plan"]:
+        _add_plan_options(parser_of["plan"])
     end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
@@ -233,7 +234,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     verify.add_argument(
         "script", help="the training script; all other arguments are its own, and so are those after --"
     )
-    _add_plan(words)
+    words.add_parser(
+        "plan", description=_PLAN, help="say what a script would need on other machines", allow_abbrev=False
+    )
     mcp = words.add_parser("mcp", description=_MCP, help="serve the commands of %%fsdp as tools of an agent")
     mcp.add_argument("--control", action="store_true", help="offer tools that change ranks or write files")
     skill = words.add_parser("skill", description=_SKILL, help="print what an agent should know of these tools")
@@ -244,10 +247,11 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, words.choices
 
 
-def _add_plan(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    plan = words.add_parser(
-        "plan", description=_PLAN, help="say what a script would need on other machines", allow_abbrev=False
-    )
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    """Add the options of ``plan``, which other subcommands do without: some are declared with those of ``%fsdp``."""
+    from workbench.protocol.arguments import argument_of  # noqa: PLC0415 - loaded when used
+    from workbench.protocol.commands import Plan  # noqa: PLC0415
+
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="number of ranks (default 8)")
     plan.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: as few as their devices need)")
     plan.add_argument("--device", default=DEFAULT, metavar="NAME", help=f"such as a100-80gb (default {DEFAULT})")
@@ -483,6 +487,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from workbench.protocol.commands import Plan, to_text  # noqa: PLC0415 - loaded when used
     from workbench.protocol.planning import CALLED, planned_ranks  # noqa: PLC0415
     from workbench.script.fit_search import FitSearch  # noqa: PLC0415
     from workbench.script.planner import plan_script  # noqa: PLC0415

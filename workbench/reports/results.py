@@ -511,9 +511,10 @@ class VerifyReport(StepComparison, Report):
             ("tolerance", self.tolerance),
             ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
-        if (self.ok and len(self.not_finite) == self.num_params) or (self.resumed and not self.could_compare):
+        is_of_another_step = bool(self.resumed) and not self.could_compare
+        if is_of_another_step or (self.ok and len(self.not_finite) == self.num_params):
             found = []  # nothing could be compared
-        if self.loss_sharded is not None and self.loss_reference is not None and found:
+        if self.loss_sharded is not None and self.loss_reference is not None and not is_of_another_step:
             both = (format_loss(loss, ".6g") for loss in (self.loss_sharded, self.loss_reference))
             which = "{} in the second run, {} in the first" if self.is_repeated else "{} sharded, {} unsharded"
             which = "{} from the checkpoint, {} without" if self.resumed else which
