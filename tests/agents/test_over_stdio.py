@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from tests.cli.test_main import record
+from tests.helpers.leaks import is_running
 from tests.helpers.mcp_client import connected
 from tests.helpers.waiting import wait_until
 
@@ -120,4 +121,4 @@ def test_a_server_that_is_ended_leaves_no_process(number):
         below = server.children(recursive=True)
         assert any("ipyparallel.controller" in " ".join(each.cmdline()) for each in below)
         os.kill(found.pid, number)
-        wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
+        wait_until(lambda: not any(map(is_running, below)))

@@ -14,6 +14,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from tests.helpers import json_schema
+from tests.helpers.leaks import is_running
 from tests.helpers.waiting import wait_until
 from workbench.base import ports
 from workbench.cli import grade
@@ -351,7 +352,7 @@ def has_ended(file):
 
 
 def is_gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return not psutil.pid_exists(pid) or not is_running(psutil.Process(pid))
 
 
 ORPHAN = """

@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
 from tests.helpers.jupyterlab import jupyterlab, open_notebook, write_notebook
+from tests.helpers.leaks import is_running
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import (
     SHOW,
@@ -88,7 +89,7 @@ def all_of(lab):
 def assert_over(processes):
     """Check that the processes have ended, or end soon."""
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_MS / 1000)
-    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
+    assert not any(map(is_running, alive))
 
 
 def close(lab):

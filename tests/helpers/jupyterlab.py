@@ -169,6 +169,12 @@ def _is_ours(message: ConsoleMessage) -> bool:
     )
 
 
+def _words(message: ConsoleMessage) -> str:
+    """Return an error, and for one of a request its address."""
+    is_request = message.text.startswith("Failed to load resource")
+    return f"{message.text} {message.location['url']}" if is_request else message.text
+
+
 @contextmanager
 def open_notebook(url: str, chromium: str) -> Iterator[NotebookPage]:
     """Yield the notebook in the browser, with its kernel ready."""
@@ -177,7 +183,9 @@ def open_notebook(url: str, chromium: str) -> Iterator[NotebookPage]:
         try:
             found.page.set_default_timeout(PATIENCE_MS)
             found.page.on("request", lambda request: found.requests.append(request.url))
-            found.page.on("console", lambda message: found.errors.append(message.text) if _is_ours(message) else None)
+            found.page.on(
+                "console", lambda message: found.errors.append(_words(message)) if _is_ours(message) else None
+            )
             found.page.on("pageerror", lambda error: found.errors.append(error.stack or str(error)))
             begin(found.page, url)
             yield found

@@ -57,7 +57,7 @@ def census(*, with_orphans=True):
     kept = (keeper.processes for keeper in (KEEPER, *KEPT))
     found = (_descendants() | (_orphans() if with_orphans else set())).difference(*kept)
     return Census(
-        processes=frozenset(p for p in found if _is_running(p)),
+        processes=frozenset(p for p in found if is_running(p)),
         threads=frozenset(threading.enumerate()) - {KEEPER.thread},
         ports=frozenset(_listening()),
         groups=frozenset(_process_groups()),
@@ -130,7 +130,8 @@ def _port_of(fd):
         return None
 
 
-def _is_running(process):
+def is_running(process):
+    """Return whether a process runs, and is not only waiting for its parent to ask how it ended."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

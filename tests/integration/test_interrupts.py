@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.helpers.ctrl_c import TOGETHER, CtrlCCallback
+from tests.helpers.leaks import is_running
 from tests.helpers.notebook_model import CELL
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import PATIENCE_S, wait_until
@@ -218,7 +219,7 @@ def descendants(process):
 
 
 def gone(processes):
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(is_running, processes))
 
 
 @pytest.mark.parametrize("how", quick([signal.SIGKILL, signal.SIGTERM], [signal.SIGKILL]))

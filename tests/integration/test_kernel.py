@@ -9,6 +9,7 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import KernelManager
 
 from tests.helpers.ctrl_c import TOGETHER
+from tests.helpers.leaks import is_running
 from tests.helpers.notebook_model import CELL
 from tests.helpers.pairwise import quick
 from tests.helpers.waiting import wait_until
@@ -65,7 +66,7 @@ def family(client):
 
 
 def gone(processes):
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    return not any(map(is_running, processes))
 
 
 def shard(client):
