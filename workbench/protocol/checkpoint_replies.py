@@ -16,6 +16,7 @@ class SaveReply:
         blocked_s: time in seconds that training waited for it on this rank.
         variables: the variables that are in it.
         notes: what is not in it, a sentence each.
+        models: the models that ``verify`` knows.
     """
 
     folder: str
@@ -24,6 +25,7 @@ class SaveReply:
     blocked_s: float
     variables: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +34,14 @@ class LoadReply:
 
     Attributes:
         folder: its folder.
-        step: number of steps that led to it.
+        step: number of steps that led to it; None: unknown.
         saved_ranks: number of ranks that saved it.
         variables: the variables that have its state now.
         notes: what stays as it is, a sentence each.
     """
 
     folder: str
-    step: int
+    step: int | None
     saved_ranks: int
     variables: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -55,9 +57,12 @@ class ResumeCheck:
         step: number of steps of the training now.
         first_param: the first parameter that differs after the step; empty: none does.
         relative: norm of its difference relative to its norm.
-        loaded: parameters and buffers that differ before the step, the first few.
+        different: how the state after the load differs from the live one, the first few entries, a sentence each.
         fresh: optimizers that start from nothing although they have taken steps.
-        has_equal_random: whether the step draws random numbers, and several ranks saved the same ones.
+        not_held: optimizers that the step uses and the checkpoint does not hold.
+        changed: variables that the step changes and a checkpoint does not hold.
+        has_changed: whether the step changes a parameter or buffer.
+        dropout: the first module that drops by random numbers that all ranks saved alike.
         detached: entries of the models' state dicts that share no memory with a parameter or buffer.
         notes: what the load left as it was, a sentence each.
     """
@@ -67,8 +72,11 @@ class ResumeCheck:
     step: int
     first_param: str = ""
     relative: float = 0.0
-    loaded: tuple[str, ...] = ()
+    different: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
-    has_equal_random: bool = False
+    not_held: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    has_changed: bool = True
+    dropout: str = ""
     detached: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from workbench.base.text_formats import format_bytes, format_duration, plural
 from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
 from workbench.protocol.commands import Load, Save
 from workbench.reports.report import Report
-from workbench.reports.results import says
+from workbench.reports.results import notes_of, says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class SaveReport(Report):
         blocked_s: time in seconds that training waited for it, on the rank that waited longest.
         variables: the variables that are in it.
         notes: what is not in it, a sentence each.
+        models: the models that ``verify`` knows.
     """
 
     folder: str
@@ -31,6 +33,7 @@ class SaveReport(Report):
     blocked_s: float
     variables: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -43,8 +46,15 @@ class SaveReport(Report):
             ("holds", f"{', '.join(self.variables)}; random numbers of each rank"),
             ("waited", format_duration(self.blocked_s * 1e9)),
             *(("note", note) for note in self.notes),
-            ("next", f"%fsdp verify --resume {self.folder}, or %fsdp load {self.folder}"),
+            ("next", self._next()),
         ]
+
+    def _next(self) -> str:
+        load, first = f"%fsdp load {shlex.quote(self.folder)}", self.models[:1]
+        if not first:
+            return load
+        name = f" {first[0]}" if len(self.models) > 1 or "." in first[0] else ""
+        return f"%fsdp verify{name} --resume {shlex.quote(self.folder)}, or {load}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +63,14 @@ class LoadReport(Report):
 
     Attributes:
         folder: its folder.
-        step: number of steps that led to it.
+        step: number of steps that led to it; None: unknown.
         saved_ranks: number of ranks that saved it.
         variables: the variables that have its state now.
         notes: what stays as it is, a sentence each.
     """
 
     folder: str
-    step: int
+    step: int | None
     saved_ranks: int
     variables: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -68,7 +78,8 @@ class LoadReport(Report):
     @property
     def headline(self) -> str:
         """The result in one sentence."""
-        return f"loaded {self.folder}: {', '.join(self.variables)}, after {plural(self.step, 'step')}"
+        after = "of an unknown step" if self.step is None else f"after {plural(self.step, 'step')}"
+        return f"loaded {self.folder}: {', '.join(self.variables)}, {after}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return how many ranks saved it, and what stays as it is."""
@@ -84,7 +95,8 @@ def saved_report(by_rank: Sequence[SaveReply]) -> SaveReport:
         num_bytes=sum(saved.num_bytes for saved in by_rank),
         blocked_s=max(saved.blocked_s for saved in by_rank),
         variables=first.variables,
-        notes=tuple(dict.fromkeys(note for saved in by_rank for note in saved.notes)),
+        notes=notes_of([saved.notes for saved in by_rank]),
+        models=first.models,
     )
 
 
@@ -94,5 +106,4 @@ says(Save)(saved_report)
 @says(Load)
 def _load(by_rank: Sequence[LoadReply]) -> LoadReport:
     first = by_rank[0]
-    notes = dict.fromkeys(note for loaded in by_rank for note in loaded.notes)
-    return LoadReport(**{**vars(first), "notes": tuple(notes)})
+    return LoadReport(**{**vars(first), "notes": notes_of([loaded.notes for loaded in by_rank])})

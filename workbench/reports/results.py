@@ -49,7 +49,7 @@ from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.repeat_faults import first_repeated, repeat_faults
 from workbench.reports.report import Report
-from workbench.reports.resume_faults import OTHER_STEP, resume_faults
+from workbench.reports.resume_faults import NOT_COMPARED, resume_faults
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
 from workbench.trace.schema import Header, HostClock
@@ -446,6 +446,7 @@ class VerifyReport(StepComparison, Report):
         first_differences: the first output, gradient and parameter that differ.
         is_repeated: whether the sharded step was compared with itself instead of an unsharded copy.
         resumed: the checkpoint from which the step was taken for the comparison; empty: from none.
+        left_out: the variables that the step changes and a checkpoint does not hold.
     """
 
     buffers: str = ""
@@ -455,6 +456,7 @@ class VerifyReport(StepComparison, Report):
     first_differences: tuple[FirstDifference, ...] = ()
     is_repeated: bool = False
     resumed: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -477,7 +479,8 @@ class VerifyReport(StepComparison, Report):
             return f"cannot compare: {those} hold NaN or infinity in both{since}"
         if self.resumed:
             verdict = "gives the same bits" if self.ok else "does NOT give the same bits"
-            return f"a step from {self.resumed} {verdict} ({plural(self.num_params, 'tensor')} compared)"
+            rest = f"; not part of it: {listed(self.left_out)}" if self.left_out else ""
+            return f"one step from {self.resumed} {verdict} ({plural(self.num_params, 'tensor')} compared){rest}"
         if self.is_repeated:
             verdict = "gives the same bits twice" if self.ok else "does NOT give the same bits twice"
             return f"the sharded step {verdict}: outputs, gradients and parameters compared"
@@ -490,7 +493,7 @@ class VerifyReport(StepComparison, Report):
     def could_compare(self) -> bool:
         """Whether the comparison, or a fault, says anything about the recipe."""
         if self.faults:
-            return self.faults[0].rule not in {DATA, OTHER_STEP}
+            return self.faults[0].rule not in {DATA, *NOT_COMPARED}
         return not self.ok or (not self.not_finite and len(self.undecided) < self.num_params)
 
     @property
@@ -878,6 +881,13 @@ def _losses(by_rank: Sequence[Sequence[float | None]]) -> tuple[float | None, ..
     return tuple(fmean(step) if step else None for step in steps) if any(steps) else None
 
 
+def notes_of(by_rank: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the notes of all ranks, each once, with the ranks that have it unless all have."""
+    found = dict.fromkeys(note for notes in by_rank for note in notes)
+    having = {note: [rank for rank, notes in enumerate(by_rank) if note in notes] for note in found}
+    return tuple(note if len(ranks) == len(by_rank) else f"{note} ({label(ranks)})" for note, ranks in having.items())
+
+
 @says(Verify)
 def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
     worst = max(by_rank, key=lambda verified: verified.max_rel_diff)
@@ -904,12 +914,13 @@ def _verify(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         notes=(
             *_notes("", [verified.unmanaged for verified in by_rank]),
             *_not_seen(by_rank),
-            *dict.fromkeys(note for resume in resumes for note in resume.notes),
+            *notes_of([resume.notes for resume in resumes]),
         ),
         faults=faults,
         first_differences=first_repeated(repeats) if repeats else first_differences(differences),
         is_repeated=bool(repeats),
         resumed=resumes[0].folder if resumes else "",
+        left_out=tuple(dict.fromkeys(name for resume in resumes for name in resume.changed)),
     )
 
 

@@ -12,12 +12,19 @@ OTHER_STEP = "other-step"
 """The rule of a checkpoint that is not of the current state, so that nothing can be compared."""
 
 
+NO_CHANGE = "no-change"
+"""The rule of a step that changes nothing, and so proves nothing."""
+
+NOT_COMPARED = frozenset({OTHER_STEP, NO_CHANGE})
+
+
 def resume_faults(by_rank: Sequence[ResumeCheck]) -> tuple[Fault, ...]:
     """Return what is wrong with a checkpoint, the most important first."""
-    found = (_other_step(by_rank), _fresh(by_rank), _detached(by_rank), _differs(by_rank), _equal_random(by_rank))
-    faults = [each for each in found if each is not None]
-    is_other = any(each.rule == OTHER_STEP for each in faults)
-    return tuple(each for each in faults if not is_other or each.rule != "other-after-resume")
+    rules = (_other_step, _no_change, _fresh, _not_held, _detached, _differs, _equal_random)
+    faults = [fault for rule in rules if (fault := rule(by_rank)) is not None]
+    if any(fault.rule in NOT_COMPARED for fault in faults):
+        return tuple(fault for fault in faults if fault.rule not in {"other-after-resume", "other-state"})
+    return tuple(faults)
 
 
 def _other_step(by_rank: Sequence[ResumeCheck]) -> Fault | None:
@@ -56,32 +63,58 @@ def _detached(by_rank: Sequence[ResumeCheck]) -> Fault | None:
     )
 
 
+def _no_change(by_rank: Sequence[ResumeCheck]) -> Fault | None:
+    if any(each.has_changed or each.different for each in by_rank):
+        return None
+    return Fault(
+        rule=NO_CHANGE,
+        verdict="the step changes no parameter and no buffer",
+        fix="verify with a step function that trains: %fsdp verify --fn NAME --resume FOLDER",
+    )
+
+
+def _not_held(by_rank: Sequence[ResumeCheck]) -> Fault | None:
+    names = tuple(dict.fromkeys(name for each in by_rank for name in each.not_held))
+    if not names:
+        return None
+    return Fault(
+        rule="optimizer-not-held",
+        verdict=f"the step uses {listed(names)}, which the checkpoint does not hold",
+        fix="keep each optimizer in a variable of a cell, and save again: %fsdp save FOLDER",
+    )
+
+
 def _differs(by_rank: Sequence[ResumeCheck]) -> Fault | None:
-    ranks = [rank for rank, each in enumerate(by_rank) if each.first_param]
+    ranks = [rank for rank, each in enumerate(by_rank) if each.first_param or each.different]
     if not ranks:
         return None
-    first = by_rank[ranks[0]]
-    loaded = {name for each in by_rank for name in each.loaded}
-    why = (
-        f"before the step, {listed(sorted(loaded))} differ already: the checkpoint is of other values"
-        if loaded
-        else "before the step, parameters and buffers were equal: optimizer, schedule, data or random numbers are not"
+    after = [rank for rank in ranks if by_rank[rank].first_param]
+    different = tuple(dict.fromkeys(each for rank in ranks for each in by_rank[rank].different))
+    fix = (
+        "let the step depend only on what a checkpoint holds: models, optimizers, objects with state_dict(), "
+        "generators in variables"
     )
+    if different:
+        fix = "load the checkpoint after all objects are made; or save again, if the live state is the right one"
+    if not after:
+        return Fault(rule="other-state", verdict=different[0], evidence=(f"on {label(ranks)}", *different[1:]), fix=fix)
+    first = by_rank[after[0]]
+    why = different or ("before the step, models, optimizers and objects with state_dict() were equal",)
     return Fault(
         rule="other-after-resume",
         verdict=f"{first.first_param} differs first after a step from the checkpoint",
-        evidence=(f"by {first.relative:.3g} of its norm on {label(ranks)}", why),
-        fix="let the step depend only on what a checkpoint holds: models, optimizers, objects with state_dict(), "
-        "generators in variables",
+        evidence=(f"by {first.relative:.3g} of its norm on {label(after)}", *why),
+        fix=fix,
     )
 
 
 def _equal_random(by_rank: Sequence[ResumeCheck]) -> Fault | None:
-    if not any(each.has_equal_random for each in by_rank):
+    dropout = next((each.dropout for each in by_rank if each.dropout), "")
+    if not dropout:
         return None
     return Fault(
         rule="equal-random-numbers",
-        verdict="all ranks saved the same random numbers, so dropout drops the same places of each rank's rows",
+        verdict=f"all ranks saved the same random numbers, so {dropout} drops the same places of each rank's rows",
         evidence=("the states of torch's generator are equal",),
         fix="after the model is built, in a cell: torch.manual_seed(1234 + rank)",
     )

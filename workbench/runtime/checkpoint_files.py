@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from workbench.base.text_formats import plural
 from workbench.errors import UsageError
 
 RECORD = "workbench.json"
@@ -81,9 +82,10 @@ class CheckpointRecord:
         for name, size in found.files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
-                here = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
+                here = plural(path.stat().st_size, "byte") if path.is_file() else "no file"
+                verb = "is" if here in {"no file", "1 byte"} else "are"
                 raise UsageError(
-                    f"{path} was saved with {size:,} bytes, and there is {here}: the checkpoint is damaged"
+                    f"{path} was saved with {size:,} bytes, and there {verb} {here}: the checkpoint is damaged"
                 )
         return found
 

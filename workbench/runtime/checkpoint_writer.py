@@ -168,6 +168,11 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     @property
+    def is_abandoned(self) -> bool:
+        """Whether it was given up on this rank, as by Ctrl-C."""
+        return self._abandoned.is_set()
+
+    @property
     def words(self) -> str:
         """How far it is, as text; empty if it is over."""
         if not self.is_running:

@@ -58,7 +58,7 @@ SMALL_NBYTES = 128 << 10
 LARGE_NBYTES = 64 << 20
 """Bytes from which half a model in one unit is worth splitting even where no class repeats."""
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _16_BIT = ("bfloat16", "float16")
 
@@ -609,7 +609,7 @@ def same_random_numbers(target: LintTarget) -> Iterator[Finding]:
 
     Equal seeds from the begin on are usual, and no fault.
     """
-    drops = [name for module, name in target.modules.items() if isinstance(module, _DROPOUTS) and module.p > 0]
+    drops = [name for module, name in target.modules.items() if isinstance(module, DROPOUTS) and module.p > 0]
     before = target.history.rng_before
     if before is not None and drops and not _has_tensor_parallelism(target):
         name = "torch's default generator"

@@ -33,6 +33,7 @@ class LoopSteps:
     Attributes:
         optimizer_steps: number of optimizer steps on this rank.
         trained_steps: number of steps that led to the current state of the training; a checkpoint sets it.
+        has_stepped: whether no training forward ran since the last step of an optimizer.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -42,6 +43,7 @@ class LoopSteps:
         self._has_forwards = False
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = self.trained_steps = 0
+        self.has_stepped = True
 
     def install(self, patches: Patches | None = None) -> list[RemovableHandle]:
         """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks.
@@ -79,6 +81,8 @@ class LoopSteps:
     def _before_forward(self) -> None:
         """Open a step for a training forward outside of one; evaluation is not a step."""
         self._has_forwards = True
+        if not self._recorder.is_aside and torch.is_grad_enabled():
+            self.has_stepped = False
         if not self._running and not self._recorder.is_aside and torch.is_grad_enabled():
             self.before_step()
             self._begin_step()
@@ -93,6 +97,7 @@ class LoopSteps:
         self._recorder.optimizer_edge(Edge.BEGIN)
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        self.has_stepped = self.has_stepped or not self._recorder.is_aside
         self.optimizer_steps += 1  # first: a rank that is held and aborted at the END has taken the step
         self._recorder.optimizer_edge(Edge.END)
         if self._recorder.is_recording:

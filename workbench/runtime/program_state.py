@@ -34,6 +34,8 @@ from workbench.models.engines import is_wrapper
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice)
 _TENSORS = (torch.Tensor, nn.Parameter, DTensor)  # others, such as placeholders, have rules of their own
+_HISTORY = ("In", "Out")  # variables of IPython
+_DEPTH, _FEW = 4, 1000  # of what is reached for a checkpoint, and of a container that is entered for it
 _MANY = 10_000  # a container of more elements is restored, but they are not: it is data
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}
 _OF_LIBRARIES = (Sampler, DataLoader, Dataset, types.SimpleNamespace)  # restored, as is what has a state_dict
@@ -159,7 +161,7 @@ class ProgramState:
             if len(holder.saved) > _MANY:
                 continue
             for key, each in holder.saved.items():
-                if _is_iterator(each):
+                if is_iterator(each):
                     holder.saved[key] = rewindable = self._rewindable(each)
                     holder.put(key, rewindable)
                     rewindable.places.append((holder, key))
@@ -205,6 +207,43 @@ def _others_in(value: Any) -> list[Any]:  # noqa: ANN401 - anything
     return [type(value)] if _is_of_program(type(value).__module__) else []
 
 
+def reachable(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the variables and what they reach, each with its expression, the nearest first; an object is entered once.
+
+    Lists, dicts, closures, and objects of the program's classes are entered; modules, tensors and optimizers are not.
+    """
+    entered: set[int] = set()
+    found = [(name, value) for name, value in variables.items() if not name.startswith("_") and name not in _HISTORY]
+    for _ in range(_DEPTH):
+        yield from found
+        new = [(name, value) for name, value in found if not isinstance(value, _ATOMS) and id(value) not in entered]
+        entered.update(id(value) for _, value in new)
+        below = ((f"{name}{step}", part) for name, value in new for step, part in _parts_of(value))
+        found = [(name, part) for name, part in below if id(part) not in entered]
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
+    """Yield what a value refers to, each with the end of its expression."""
+    if isinstance(value, (list, tuple)):
+        yield from ((f"[{place}]", each) for place, each in enumerate(value) if len(value) <= _FEW)
+    elif isinstance(value, dict):
+        yield from ((f"[{key!r}]", each) for key, each in value.items() if len(value) <= _FEW)
+    elif isinstance(value, functools.partial):
+        yield from ((f".args[{place}]", each) for place, each in enumerate((value.func, *value.args)))
+        yield from ((f".{name}", each) for name, each in value.keywords.items())
+    elif isinstance(value, types.MethodType):
+        yield ".self", value.__self__
+    elif isinstance(value, types.FunctionType) and _is_of_program(value.__module__):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if cell != types.CellType():
+                yield f".{name}", cell.cell_contents
+    elif isinstance(value, types.SimpleNamespace) or (
+        _is_of_program(type(value).__module__)
+        and not isinstance(value, (nn.Module, torch.Tensor, torch.optim.Optimizer, type))
+    ):
+        yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+
+
 @functools.cache
 def _is_of_program(module: str | None) -> bool:
     """Return whether a module is the user's own and no library's."""
@@ -216,7 +255,7 @@ def _is_of_program(module: str | None) -> bool:
     return file is None or not (file.startswith(_LIBRARIES) or "site-packages" in Path(file).parts)
 
 
-def _is_iterator(value: Any) -> bool:  # noqa: ANN401 - anything
+def is_iterator(value: Any) -> bool:  # noqa: ANN401 - anything
     """Return whether a value gives others one by one; an object of a class of the program has attributes to restore."""
     cls = type(value)
     return (

@@ -165,6 +165,7 @@ class Trainer(LoopSteps):
     def _one_step(self, function: Callable[[], Any]) -> float | None:
         cancellation.check()
         self._recorder.begin_step()
+        self.has_stepped = False
         loss = loss_of(function())
         if loss is not None:
             self._recorder.metric("loss", loss)

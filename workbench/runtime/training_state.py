@@ -8,6 +8,7 @@ schedulers, scalers and loaders, the random number generators, and the number of
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +24,7 @@ from workbench.engine.module_names import clean
 from workbench.errors import UsageError
 from workbench.models.engines import is_sharded
 from workbench.runtime.model_summary import outermost
-from workbench.runtime.namespace import named_optimizers
-from workbench.runtime.program_state import RandomStates
+from workbench.runtime.program_state import RandomStates, is_iterator, reachable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,28 +32,36 @@ class TrainingObjects:
     """The objects of a training, by variable; an optimizer in a list is called ``opts[0]``.
 
     Attributes:
-        models: the models that are sharded or trained, none of which is part of another one.
+        models: the models, none of which is part of another one.
+        untrained: those of them that are neither sharded nor trained.
         optimizers: the optimizers.
         others: everything else with ``state_dict()`` and ``load_state_dict()``.
         random: the random number generators: the global ones, and those in variables and loaders.
         loaders: the loaders without a ``state_dict()``, whose position is not part of the state.
+        iterators: the iterators, whose position is not part of it either.
     """
 
     models: Mapping[str, nn.Module]
     optimizers: Mapping[str, Optimizer]
     others: Mapping[str, Any]
     random: RandomStates
+    untrained: frozenset[str] = frozenset()
     loaders: tuple[str, ...] = ()
+    iterators: tuple[str, ...] = ()
 
     @classmethod
     def among(cls, variables: Mapping[str, object]) -> TrainingObjects:
-        """Return those among variables."""
-        own = {name: value for name, value in variables.items() if not name.startswith("_")}
-        optimizers = dict(named_optimizers(own))
+        """Return those among variables, and in what they reach."""
+        own = dict(reachable(variables))
+        optimizers: dict[str, Optimizer] = {}
+        for name, value in own.items():
+            if isinstance(value, Optimizer) and not any(value is each for each in optimizers.values()):
+                optimizers[name] = value
         trained = {id(p) for each in optimizers.values() for group in each.param_groups for p in group["params"]}
-        modules = outermost({name: value for name, value in sorted(own.items()) if isinstance(value, nn.Module)})
+        in_order = sorted(own.items(), key=lambda each: (each[0] not in variables, each[0]))
+        modules = outermost({name: value for name, value in in_order if isinstance(value, nn.Module)})
         others: dict[int, tuple[str, object]] = {}
-        random, loaders = RandomStates(), []
+        random, loaders, iterators = RandomStates(), [], []
         for name, value in own.items():
             if isinstance(value, DataLoader):
                 random.add(value.generator, f"{name}.generator")
@@ -63,17 +71,40 @@ class TrainingObjects:
                 others.setdefault(id(value), (name, value))
             elif isinstance(value, DataLoader):
                 loaders.append(name)
+            elif is_iterator(value):
+                iterators.append(name)
+        models = {
+            name: model
+            for name, model in modules.items()
+            if is_sharded(model) or any(id(p) in trained for p in model.parameters())
+        }
+        taken = {id(tensor) for model in models.values() for tensor in _tensors_of(model)}
+        untrained = {
+            name: model
+            for name, model in modules.items()
+            if name not in models and _is_plain(model) and any(id(tensor) not in taken for tensor in _tensors_of(model))
+        }
         return cls(
-            models={
-                name: model
-                for name, model in modules.items()
-                if is_sharded(model) or any(id(p) in trained for p in model.parameters())
-            },
+            models=models | untrained,
             optimizers=optimizers,
             others=dict(others.values()),
             random=random,
+            untrained=frozenset(untrained),
             loaders=tuple(loaders),
+            iterators=tuple(iterators),
         )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(model.parameters(), model.buffers())
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Return whether a model that no engine runs has a state dict of tensors, and memory for them."""
+    return all(isinstance(each, torch.Tensor) for each in model.state_dict().values()) and all(
+        type(each) in {torch.Tensor, nn.Parameter} and not each.is_meta and each.layout == torch.strided
+        for each in _tensors_of(model)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
