@@ -231,7 +231,7 @@ def test_status_lists_ranks_and_models(wb):
     assert "nothing yet: %fsdp shard MODEL" in text
     assert "&lt;here&gt;" in wb.status()._repr_html_()
     wb.fake.dead = {2}
-    assert "rank 2 of 4 died: %fsdp stop, then %fsdp start" in str(wb.status())
+    assert "rank 2 of 4 died: %fsdp heal, or %fsdp stop, then %fsdp start" in str(wb.status())
 
 
 # ---- commands

@@ -12,10 +12,13 @@ from workbench.protocol.commands import (
     ON_RANKS,
     InjectFault,
     Lint,
+    Load,
     Reshard,
     Run,
+    Save,
     Shard,
     ShardReply,
+    Snapshot,
     Step,
     StepReply,
     Unshard,
@@ -326,8 +329,9 @@ def test_nothing_done_has_no_script():
 
 
 def test_every_command_of_ranks_has_code_or_leaves_no_trace():
-    # a script is an omission
-    assert set(ON_RANKS.values()) == {Shard, Reshard, Unshard, Lint, InjectFault, Step, Verify, Run}
+    # a script is an omission, and a program with a load is refused
+    has_code, has_none = {Shard, Reshard, Unshard, Step}, {Lint, InjectFault, Verify, Save, Snapshot}
+    assert set(ON_RANKS.values()) == has_code | has_none | {Run, Load}
 
 
 @pytest.mark.parametrize("engine", ["workbench", "torch"])

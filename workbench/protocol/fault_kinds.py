@@ -150,7 +150,7 @@ KINDS = _kinds(
         shown_by="the error",
         rules=("RankDied",),
         steps=1,
-        lasting="a killed rank does not come back: %fsdp stop, then %fsdp start",
+        lasting="a killed rank comes back with %fsdp heal, or %fsdp stop, then %fsdp start",
         is_drawn=False,
     ),
     FaultKind(
@@ -173,7 +173,7 @@ KINDS = _kinds(
         about="rank {rank} is killed (SIGKILL) while it writes a checkpoint",
         shown_by=SAVE,
         rules=("RankDied",),
-        lasting="a killed rank does not come back: %fsdp stop, then %fsdp start",
+        lasting="a killed rank comes back with %fsdp heal, or %fsdp stop, then %fsdp start",
         is_drawn=False,
     ),
 )

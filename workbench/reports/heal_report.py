@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from workbench.base.fault import listed
 from workbench.base.text_formats import plural
 from workbench.replay.grouping import label
 from workbench.reports.report import Report
@@ -21,6 +22,8 @@ class HealReport(Report):
         steps_redone: number of steps that they repeated, from the snapshot on.
         steps_lost: number of steps without a snapshot, which were not repeated.
         kept: variables that the other ranks kept, though no repeated cell makes them.
+        other: what is not as it was when they were lost, by expression, on the other ranks.
+        left_out: cells and commands that are no part of the program, such as those on some ranks only.
         failed: cells and commands that raised this time, each with its error.
         has_snapshot: whether there was a whole snapshot.
         next: what to type to go on with the steps that were interrupted; empty: none were.
@@ -33,6 +36,8 @@ class HealReport(Report):
     steps_redone: int = 0
     steps_lost: int = 0
     kept: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     has_snapshot: bool = False
     next: str = ""
@@ -56,7 +61,15 @@ class HealReport(Report):
         if self.steps_lost:
             found.append(("lost", f"{plural(self.steps_lost, 'step')}: there is no whole snapshot"))
         if self.kept:
-            found.append(("kept", f"{', '.join(self.kept)}: no cell makes them, and the others had them"))
+            found.append(("kept", f"{listed(self.kept)}: no repeated cell makes them, and the others had them"))
+        if self.other:
+            found.append(
+                ("other", f"{listed(self.other)}: not as before, as no snapshot holds what steps change there")
+            )
+        if self.left_out:
+            found.append(("not repeated", listed(self.left_out)))
+        if self.failed:
+            found.append(("raised", "; ".join(self.failed)))
         if self.next:
             more = " --snapshot 10 goes on, with a snapshot every 10 steps" if not self.has_snapshot else " goes on"
             found.append(("next", f"{self.next}{'' if '--snapshot' in self.next else more}"))

@@ -214,7 +214,8 @@ class StatusReport(Report):
         """Which ranks are gone, or why no step is possible, and what to do; empty if there is no problem."""
         dead = [r.rank for r in self.ranks if not r.alive]
         if self.running and dead:
-            return f"{label(dead)} of {len(self.ranks)} died: %fsdp stop, then %fsdp start"
+            heal = "%fsdp heal, or " if len(dead) < len(self.ranks) else ""
+            return f"{label(dead)} of {len(self.ranks)} died: {heal}%fsdp stop, then %fsdp start"
         return self.obstacle if self.running else ""
 
     def facts(self) -> list[tuple[str, str]]:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from workbench.engine._torch import local_of
 from workbench.runtime.namespace import OFFERED, user_namespace
-from workbench.runtime.program_state import RandomStates
+from workbench.runtime.program_state import RandomStates, is_iterator, reachable
 
 _OF_LAST_MODEL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DTensor, DeviceMesh)
 
 _born: tuple[RandomStates, tuple[Any, ...]] | None = None
 _kept: dict[str, Any] = {}
+_before: dict[str, str] = {}
 
 
 def note_birth() -> None:
@@ -35,6 +38,7 @@ def begin_again() -> None:
     """Set variables and random number generators as in a new process; what the cells do not make again is kept."""
     own = user_namespace()
     names = [name for name in own if name in OFFERED or not (name.startswith("_") or name in _hidden())]
+    _before.update(_shown())
     _kept.update({name: own.pop(name) for name in names})
     for name, value in [*_kept.items()]:
         if name in OFFERED or isinstance(value, _OF_LAST_MODEL):
@@ -45,13 +49,46 @@ def begin_again() -> None:
         states.set(at_birth)
 
 
-def give_back() -> list[str]:
-    """Give the variables back that were not made again; return their names."""
-    own = user_namespace()
+def give_back() -> dict[str, list[str]]:
+    """Give the variables back that were not made again.
+
+    Returns:
+        ``kept``: their names; ``other``: the variables, or what they reach, that are not as they were before.
+    """
+    own, now = user_namespace(), _shown()
+    other = [name for name, value in _before.items() if now.get(name, value) != value or value == _ITERATOR]
     found = {name: value for name, value in _kept.items() if name not in own}
     _kept.clear()
+    _before.clear()
     own.update(found)
-    return sorted(found)
+    return {"kept": sorted(found), "other": sorted({name.partition("[")[0] for name in other})}
+
+
+_ITERATOR = "an iterator"
+
+
+def _shown() -> dict[str, str]:
+    """Return what shows whether something has another value, by expression: variables and what they reach."""
+    own, hidden = user_namespace(), _hidden()
+    named = {name: value for name, value in own.items() if name not in OFFERED and name not in hidden}
+    found = {}
+    for name, value in reachable(named):
+        if isinstance(value, torch.Tensor):
+            part = local_of(value) if isinstance(value, DTensor) else value.detach()
+            if part.layout == torch.strided and not part.is_meta and part.untyped_storage().nbytes():
+                found[name] = f"{tuple(part.shape)} {part.sum().item()}"
+        elif isinstance(value, torch.optim.Optimizer):
+            groups = [{key: option for key, option in group.items() if key != "params"} for group in value.param_groups]
+            found[name] = repr(groups)
+        elif isinstance(value, np.ndarray):
+            found[name] = f"{value.shape} {value.tobytes()!r}" if value.dtype != object else repr(value.shape)
+        elif is_iterator(value):
+            found[name] = _ITERATOR
+        elif isinstance(value, (list, dict, set)):
+            found[name] = str(len(value))
+        elif isinstance(value, (int, float, complex, str)):
+            found[name] = repr(value)
+    return found
 
 
 def _hidden() -> set[str]:

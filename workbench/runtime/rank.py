@@ -548,8 +548,8 @@ def put_back(mark: dict[str, Any], lost: Sequence[int]) -> None:
     runtime.account_optimizers()
 
 
-def end_replay() -> list[str]:
-    """Record again, from the next step on; return the variables that this rank kept, though no cell made them anew."""
+def end_replay() -> dict[str, list[str]]:
+    """Record again, from the next step on; return which variables were kept, and which are other than before."""
     runtime = this_rank()
     if runtime.replay is not None:
         runtime.replay.held.close()

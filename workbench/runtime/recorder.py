@@ -425,6 +425,9 @@ class Recorder:
 
         Its lasting effects are recorded at its end: bytes by class and unit, and the states of the units' parameters.
         """
+        if self._unrecorded is not None:  # within what is off the record already
+            yield
+            return
         before, on_phase = (self._phase, self.ordinal), self.on_phase
         with self._lock:
             self._fold()

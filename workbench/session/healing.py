@@ -16,7 +16,7 @@ from workbench.base.codec import decode, encode
 from workbench.cluster.engine_provider import OnWait
 from workbench.cluster.release_ranks import free
 from workbench.errors import ClusterError, RankError, UsageError
-from workbench.protocol.commands import Reshard, Shard, Snapshot, Step, Unshard, to_text
+from workbench.protocol.commands import Load, Reshard, Shard, Snapshot, Step, Unshard, to_text
 from workbench.protocol.rank_messages import Marks, SnapshotMark
 from workbench.replay.grouping import label
 from workbench.reports.heal_report import HealReport
@@ -26,7 +26,7 @@ from workbench.session.request import RequestListener
 from workbench.session.session import RECOVER_S, RUNTIME, Session, busy_sentence
 from workbench.session.waiter import PATIENT_S
 
-REPEATED = (Shard, Reshard, Unshard)
+REPEATED = (Shard, Reshard, Unshard, Load)
 """The commands, besides steps, that leave something on the ranks."""
 
 
@@ -59,7 +59,7 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
         _on_all(session, "begin_replay")
         repeated = _Repetition(session, entries, mark, lost)
         repeated.run()
-        kept = _on_all(session, "end_replay")
+        found = _on_all(session, "end_replay")
         program[:] = repeated.entries
     if mark is not None:  # the new rank has none yet
         with session.repeating():
@@ -71,7 +71,9 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
         cells=repeated.cells,
         steps_redone=repeated.steps,
         steps_lost=repeated.lost,
-        kept=tuple(sorted({name for rank in living for name in kept[rank]})),
+        kept=tuple(sorted({name for rank in living for name in found[rank]["kept"]})),
+        other=tuple(sorted({name for rank in living for name in found[rank]["other"]})) if mark is not None else (),
+        left_out=tuple(dict.fromkeys(repeated.left_out)),
         failed=tuple(repeated.failed),
         has_snapshot=mark is not None,
         next=repeated.next,
@@ -107,6 +109,7 @@ class _Repetition:
         steps: number of steps repeated.
         lost: number of steps that were not.
         failed: cells and commands that raised, each with its error.
+        left_out: what is no part of the program, and was not repeated.
         next: what to type to go on with steps that were interrupted; empty: none were.
     """
 
@@ -117,6 +120,7 @@ class _Repetition:
         self.entries: list[Entry] = []
         self.cells = self.steps = self.lost = 0
         self.failed: list[str] = []
+        self.left_out: list[str] = []
         self.next = ""
         self._done = 0 if mark is None else mark.count  # steps of the next entry that the snapshot has
 
@@ -151,6 +155,10 @@ class _Repetition:
             self.cells += 1
         elif isinstance(entry, CompletedCommand) and isinstance(entry.command, Step):
             return self._steps(number, entry, entry.command)
+        elif isinstance(entry, Omission) and entry.left is not None:
+            self.next = f"%fsdp {to_text(entry.left)}"
+        elif isinstance(entry, Omission) and not entry.is_loss:
+            self.left_out.append(entry.what)
         return entry
 
     def _steps(self, number: int, entry: CompletedCommand, command: Step) -> Entry:
@@ -158,7 +166,7 @@ class _Repetition:
         count = 0 if is_before else max(command.count, self._done)  # the rank that died may have told of fewer
         if self._mark is None:
             self.lost += command.count
-            self.next = f"%fsdp {to_text(replace(command, count=command.count + entry.left))}"
+            self.next = f"%fsdp {to_text(replace(command, count=self.lost + entry.left))}"
             return Omission(what=f"%fsdp {to_text(command)}, lost with {label(self._ranks)}")
         if is_before:
             return entry

@@ -54,9 +54,13 @@ class Omission:
 
     Attributes:
         what: the work and why, as a noun phrase: ``a cell that raised NameError``.
+        is_loss: whether it ended with the loss of a rank.
+        left: steps that the loss of a rank left, if not one of them was done.
     """
 
     what: str
+    is_loss: bool = False
+    left: Step | None = None
 
 
 Entry = CompletedCell | CompletedCommand | Omission
@@ -110,6 +114,7 @@ def failed(words: str, command: Command | None, error: BaseException, steps_done
         after = f"{steps_done} of its {command.count} steps"
         return [
             CompletedCommand(command=finished, left=left),
-            Omission(what=f"the rest of {words}, which {why} after {after}"),
+            Omission(what=f"the rest of {words}, which {why} after {after}", is_loss=isinstance(error, RankDied)),
         ]
-    return [Omission(what=f"{words} that {why}")]
+    undone = command if isinstance(command, Step) and isinstance(error, RankDied) else None
+    return [Omission(what=f"{words} that {why}", is_loss=undone is not None, left=undone)]
