@@ -117,12 +117,14 @@ def test_what_cannot_be_restored_is_named(wb, monkeypatch):
     with pytest.raises(UsageError, match="all ranks run: nothing to heal"):
         wb.heal()
     prepare(wb)
-    wb.run_cell("only_here = object()", ranks=[1])
+    wb.run_cell("class Meter:\n    pass\n\nmeter, batches = Meter(), iter([1])\nmeter.seen = 0")
+    wb.run_cell("only_here, meter.seen = object(), 1", ranks=[1])
     wb.run_cell("torch.save(1, os.devnull)")
     train_until(wb, {0: 5, 2: 5}, snapshot=EVERY)  # the others have both snapshots
     said = []
     healed = wb.heal(on_notice=said.append)
     assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.kept) == ((0, 2), 2, 0, ("only_here",))
+    assert (healed.other, healed.left_out) == (("batches", "meter.seen"), ("a cell that ran on rank 1 only",))
     assert said == ["runs again: the cell that begins with 'torch.save(1, os.devnull)', which writes a file"]
     assert set(map(len, losses_of(wb).values())) == {5}
 
