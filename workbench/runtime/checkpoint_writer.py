@@ -234,7 +234,7 @@ class CheckpointWriter:
         finally:
             self.written, self.files = self.num_bytes, {}
             if self.rank == 0 and not self.target.exists():
-                shutil.rmtree(self.partial, ignore_errors=True)
+                self._remove()
 
     def _write(self) -> None:
         for name, content in self.files.items():
@@ -278,6 +278,13 @@ class CheckpointWriter:
         self._check()
         self.partial.rename(self.target)
         sync_folder(self.target.parent)
+
+    def _remove(self) -> None:
+        """Remove the folder under another name, so that threads of other ranks that still write make no file in it."""
+        gone = self.partial.with_name(f"{self.partial.name}.gone")
+        with suppress(OSError):
+            self.partial.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _follow(self) -> None:
         """Wait until rank 0 has renamed the folder, or given up."""
