@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from workbench.events import ROOT
+
 SECTIONS: dict[str, dict[str, str]] = {
     "The parts": {
         "rank": "a process that trains, with a number from 0; on GPUs, one rank has one GPU",
@@ -19,7 +21,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "unit": (
             "parameters that are gathered and freed together: those of one module for which `fully_shard` was called"
         ),
-        "root": "the unit of the outermost module; it has the parameters that are in no other unit",
+        ROOT.strip("()"): "the unit of the outermost module; it has the parameters that are in no other unit",
         "flat parameter": "all parameters of a unit, concatenated into one",
         "policy": (
             "how a model is sharded: its units, mesh, dtypes, prefetch, and whether units are freed after forward"
