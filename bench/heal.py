@@ -82,7 +82,6 @@ def measure_heals() -> Tree:
         wb.step(left, snapshot=EVERY)
         found = _losses(wb)
         for rank in range(NUM_RANKS):
-            begin = time.monotonic()
             os.kill(wb.status().ranks[rank].pid, signal.SIGKILL)
             begin = time.monotonic()
             while rank not in wb.losses:

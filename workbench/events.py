@@ -368,6 +368,10 @@ class Category(Word):
     RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
 
 
+OFFLOADED = (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)
+"""Classes of bytes that offloading keeps in the host's memory."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Activation:
     """Owner of a storage that autograd keeps for backward.

@@ -377,7 +377,7 @@ def test_nothing_is_left_behind_and_no_pickle_runs(refused):
 
 
 def write_until_killed(folder, rank, moment, pipe):
-    """Write a checkpoint of two ranks, and die at a call of Python's that touches files; None: at none."""
+    """Write one rank's part of a checkpoint of two, and die at this call that touches files; None: never."""
     calls = iter(range(10_000))
     if moment is not None:
         os.sys.addaudithook(

@@ -14,9 +14,10 @@ RANDOM = "random"
 REMOVE = "off"
 """Removes the fault."""
 
-
 SAVE = "save FOLDER"
 """The line whose error names the faults of checkpoints."""
+
+_BACK = "a killed rank comes back with %fsdp heal, or %fsdp stop, then %fsdp start"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,7 @@ KINDS = _kinds(
         shown_by="the error",
         rules=("RankDied",),
         steps=1,
-        lasting="a killed rank comes back with %fsdp heal, or %fsdp stop, then %fsdp start",
+        lasting=_BACK,
         is_drawn=False,
     ),
     FaultKind(
@@ -173,7 +174,7 @@ KINDS = _kinds(
         about="rank {rank} is killed (SIGKILL) while it writes a checkpoint",
         shown_by=SAVE,
         rules=("RankDied",),
-        lasting="a killed rank comes back with %fsdp heal, or %fsdp stop, then %fsdp start",
+        lasting=_BACK,
         is_drawn=False,
     ),
 )

@@ -29,7 +29,7 @@ from math import prod
 
 import numpy as np
 
-from workbench.events import MOVES, Category, Edge, Kind, Phase, Unit
+from workbench.events import MOVES, OFFLOADED, Category, Edge, Kind, Phase, Unit
 from workbench.replay.activations import block_of, moves, owners
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
@@ -38,7 +38,6 @@ from workbench.replay.unit_history import UnitCause, UnitHistory
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
-_OFFLOADED = (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)
 _FULL = (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS, Category.UNSHARDED_GRADS)
 BF16 = 2
 """Bytes of an element of bfloat16."""
@@ -242,7 +241,7 @@ def _bytes_at(header: Header, part: RankTrace, found: Peak, unit: int) -> int:
 def _offload(found: Peak, units: dict[int, Unit]) -> Saving | None:
     if any(unit.offload for unit in units.values()):
         return None
-    saved = sum(found.bytes_by_category[category] for category in _OFFLOADED)
+    saved = sum(found.bytes_by_category[category] for category in OFFLOADED)
     return Saving(knob=Knob.OFFLOAD, peak_bytes=found.num_bytes - saved, saved_bytes=saved, is_bound=True)
 
 

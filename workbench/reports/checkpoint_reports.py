@@ -14,26 +14,13 @@ from workbench.reports.results import notes_of, says
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReport(Report):
+class SaveReport(SaveReply, Report):
     """A checkpoint is whole.
 
     Attributes:
-        folder: its folder.
-        step: number of steps that led to it.
         num_bytes: bytes of its files, all ranks together.
         blocked_s: time in seconds that training waited for it, on the rank that waited longest.
-        variables: the variables that are in it.
-        notes: what is not in it, a sentence each.
-        models: the models that ``verify`` knows.
     """
-
-    folder: str
-    step: int
-    num_bytes: int
-    blocked_s: float
-    variables: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -58,22 +45,8 @@ class SaveReport(Report):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadReport(Report):
-    """A checkpoint was loaded.
-
-    Attributes:
-        folder: its folder.
-        step: number of steps that led to it; None: unknown.
-        saved_ranks: number of ranks that saved it.
-        variables: the variables that have its state now.
-        notes: what stays as it is, a sentence each.
-    """
-
-    folder: str
-    step: int | None
-    saved_ranks: int
-    variables: tuple[str, ...]
-    notes: tuple[str, ...] = ()
+class LoadReport(LoadReply, Report):
+    """A checkpoint was loaded."""
 
     @property
     def headline(self) -> str:
@@ -88,16 +61,12 @@ class LoadReport(Report):
 
 def saved_report(by_rank: Sequence[SaveReply]) -> SaveReport:
     """Return the report of one checkpoint."""
-    first = by_rank[0]
-    return SaveReport(
-        folder=first.folder,
-        step=first.step,
-        num_bytes=sum(saved.num_bytes for saved in by_rank),
-        blocked_s=max(saved.blocked_s for saved in by_rank),
-        variables=first.variables,
-        notes=notes_of([saved.notes for saved in by_rank]),
-        models=first.models,
-    )
+    of_all = {
+        "num_bytes": sum(saved.num_bytes for saved in by_rank),
+        "blocked_s": max(saved.blocked_s for saved in by_rank),
+        "notes": notes_of([saved.notes for saved in by_rank]),
+    }
+    return SaveReport(**{**vars(by_rank[0]), **of_all})
 
 
 says(Save)(saved_report)
@@ -105,5 +74,4 @@ says(Save)(saved_report)
 
 @says(Load)
 def _load(by_rank: Sequence[LoadReply]) -> LoadReport:
-    first = by_rank[0]
-    return LoadReport(**{**vars(first), "notes": notes_of([loaded.notes for loaded in by_rank])})
+    return LoadReport(**{**vars(by_rank[0]), "notes": notes_of([loaded.notes for loaded in by_rank])})

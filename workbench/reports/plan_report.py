@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 
 from workbench.base.text_formats import format_bytes, format_duration, plural
-from workbench.events import Category, Kind, Unit
+from workbench.events import OFFLOADED, Category, Kind, Unit
 from workbench.protocol.planning import PlannedRanks
 from workbench.replay.training import summary
 from workbench.reports.report import Report
@@ -102,13 +102,10 @@ class PlanReport(Report):
         ]
 
 
-_OFFLOADED = (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)
-
-
 def _on_host(trace: Trace) -> tuple[Category, ...]:
     """Return the classes that are in the host's memory: none, unless all units offload."""
     units = [unit for unit in trace.header.units if not (unit.retired or unit.gone)]
-    return _OFFLOADED if units and all(unit.offload for unit in units) else ()
+    return OFFLOADED if units and all(unit.offload for unit in units) else ()
 
 
 def _on_device(trace: Trace) -> Trace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from workbench.base.fault import Fault, listed
 from workbench.protocol.checkpoint_replies import ResumeCheck
@@ -27,6 +27,11 @@ def resume_faults(by_rank: Sequence[ResumeCheck]) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
+def _once(by_rank: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return what ranks named, each once."""
+    return tuple(dict.fromkeys(name for names in by_rank for name in names))
+
+
 def _other_step(by_rank: Sequence[ResumeCheck]) -> Fault | None:
     first = by_rank[0]
     if first.saved_step == first.step:
@@ -39,7 +44,7 @@ def _other_step(by_rank: Sequence[ResumeCheck]) -> Fault | None:
 
 
 def _fresh(by_rank: Sequence[ResumeCheck]) -> Fault | None:
-    names = tuple(dict.fromkeys(name for each in by_rank for name in each.fresh))
+    names = _once(each.fresh for each in by_rank)
     if not names:
         return None
     return Fault(
@@ -52,7 +57,7 @@ def _fresh(by_rank: Sequence[ResumeCheck]) -> Fault | None:
 
 
 def _detached(by_rank: Sequence[ResumeCheck]) -> Fault | None:
-    names = tuple(dict.fromkeys(name for each in by_rank for name in each.detached))
+    names = _once(each.detached for each in by_rank)
     if not names:
         return None
     return Fault(
@@ -74,7 +79,7 @@ def _no_change(by_rank: Sequence[ResumeCheck]) -> Fault | None:
 
 
 def _not_held(by_rank: Sequence[ResumeCheck]) -> Fault | None:
-    names = tuple(dict.fromkeys(name for each in by_rank for name in each.not_held))
+    names = _once(each.not_held for each in by_rank)
     if not names:
         return None
     return Fault(
@@ -89,7 +94,7 @@ def _differs(by_rank: Sequence[ResumeCheck]) -> Fault | None:
     if not ranks:
         return None
     after = [rank for rank in ranks if by_rank[rank].first_param]
-    different = tuple(dict.fromkeys(each for rank in ranks for each in by_rank[rank].different))
+    different = _once(by_rank[rank].different for rank in ranks)
     fix = (
         "let the step depend only on what a checkpoint holds: models, optimizers, objects with state_dict(), "
         "generators in variables"

@@ -151,12 +151,9 @@ class Saver:
         """Wait for the checkpoint before; for one of an earlier command, which raised, without the other ranks."""
         if self._rank.writer is not None and self._rank.writer is not self._writer:
             self._rank.writer.wait_alone()
-            if self._rank.writer.error:
-                failed = (
-                    () if self._rank.writer.is_abandoned else (f"an earlier save failed: {self._rank.writer.error}",)
-                )
-                self._failed = failed
-            self._rank.writer = None
+            earlier, self._rank.writer = self._rank.writer, None
+            if earlier.error:
+                self._failed = () if earlier.is_abandoned else (f"an earlier save failed: {earlier.error}",)
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -401,7 +398,7 @@ class Checkpoint:
             folder=str(self.folder),
             step=step,
             saved_ranks=dist.get_world_size() if self.record is None else self.record.world_size,
-            variables=tuple(name for name in (*plan.keys, *plan.others)),
+            variables=(*plan.keys, *plan.others),
             notes=(*plan.notes, *notes, *self._left_out(objects), *positions_left_out(objects)),
         )
 

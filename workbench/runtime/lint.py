@@ -8,6 +8,7 @@ from types import CodeType
 from typing import cast
 
 from torch import nn
+from torch.optim import Optimizer
 
 from workbench.base.fault import Fault
 from workbench.errors import UsageError
@@ -21,7 +22,7 @@ from workbench.runtime.emptied_tensors import held
 from workbench.runtime.lint_rules import copied_places, rules
 from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUnit
 from workbench.runtime.model_summary import outermost
-from workbench.runtime.namespace import find_module, module_names, named_optimizers, variables
+from workbench.runtime.namespace import find_module, module_names, variables
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.training_history import TrainingHistory
 
@@ -95,7 +96,7 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         model=model,
         models=models,
         units=tuple(_units_of(models)),
-        optimizers=dict(named_optimizers(found)),
+        optimizers=dict(_optimizers(found)),
         variables=found,
         programs=(*rank.scripts.programs, *_functions(found)),
         history=rank.history,
@@ -142,6 +143,23 @@ def _units_of(models: Sequence[ShardedModel]) -> Iterator[LintUnit]:
                 num_backwards=model.num_backwards(unit.index),
                 **vars(model.layout_of(unit.index)),
             )
+
+
+def _optimizers(found: Mapping[str, object]) -> Iterator[tuple[str, Optimizer]]:
+    """Yield the optimizers among variables, and in their lists, tuples and dicts, each with its expression, once."""
+    seen: set[int] = set()
+    for name, value in found.items():
+        if name.startswith("_"):
+            continue
+        items: list[tuple[str, object]] = [(name, value)]
+        if isinstance(value, (list, tuple)):
+            items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, dict) and type(value) is dict:
+            items = [(f"{name}[{key!r}]", item) for key, item in value.items()]
+        for expression, item in items:
+            if isinstance(item, Optimizer) and id(item) not in seen:
+                seen.add(id(item))
+                yield expression, item
 
 
 def _functions(found: Mapping[str, object]) -> Iterator[CodeType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -87,20 +87,3 @@ def optimizers_of(
     values = variables().values() if among is None else among
     found = {id(v): v for v in values if isinstance(v, torch.optim.Optimizer)}
     return [o for o in found.values() if any(id(p) in ids for g in o.param_groups for p in g["params"])]
-
-
-def named_optimizers(found: Mapping[str, object]) -> Iterator[tuple[str, torch.optim.Optimizer]]:
-    """Yield the optimizers among variables, and in their lists, tuples and dicts, each with its expression, once."""
-    seen: set[int] = set()
-    for name, value in found.items():
-        if name.startswith("_"):
-            continue
-        items: list[tuple[str, object]] = [(name, value)]
-        if isinstance(value, (list, tuple)):
-            items = [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-        elif isinstance(value, dict) and type(value) is dict:
-            items = [(f"{name}[{key!r}]", item) for key, item in value.items()]
-        for expression, item in items:
-            if isinstance(item, torch.optim.Optimizer) and id(item) not in seen:
-                seen.add(id(item))
-                yield expression, item

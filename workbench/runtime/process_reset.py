@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
 from workbench.runtime.namespace import OFFERED, user_namespace
-from workbench.runtime.program_state import RandomStates, is_iterator, reachable
+from workbench.runtime.program_state import RandomStates, fingerprint, is_iterator, reachable
 
 _OF_LAST_MODEL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DTensor, DeviceMesh)
 
 _born: tuple[RandomStates, tuple[Any, ...]] | None = None
 _kept: dict[str, Any] = {}
-_before: dict[str, str] = {}
+_before: dict[str, object] = {}
+_ITERATOR = "an iterator"  # its position cannot be compared
 
 
 def note_birth() -> None:
@@ -64,14 +64,11 @@ def give_back() -> dict[str, list[str]]:
     return {"kept": sorted(found), "other": sorted({name.partition("[")[0] for name in other})}
 
 
-_ITERATOR = "an iterator"
-
-
-def _shown() -> dict[str, str]:
+def _shown() -> dict[str, object]:
     """Return what shows whether something has another value, by expression: variables and what they reach."""
     own, hidden = user_namespace(), _hidden()
     named = {name: value for name, value in own.items() if name not in OFFERED and name not in hidden}
-    found = {}
+    found: dict[str, object] = {}
     for name, value in reachable(named):
         if isinstance(value, torch.Tensor):
             part = local_of(value) if isinstance(value, DTensor) else value.detach()
@@ -80,14 +77,10 @@ def _shown() -> dict[str, str]:
         elif isinstance(value, torch.optim.Optimizer):
             groups = [{key: option for key, option in group.items() if key != "params"} for group in value.param_groups]
             found[name] = repr(groups)
-        elif isinstance(value, np.ndarray):
-            found[name] = f"{value.shape} {value.tobytes()!r}" if value.dtype != object else repr(value.shape)
         elif is_iterator(value):
             found[name] = _ITERATOR
-        elif isinstance(value, (list, dict, set)):
-            found[name] = str(len(value))
-        elif isinstance(value, (int, float, complex, str)):
-            found[name] = repr(value)
+        elif (shown := fingerprint(value)) is not None:
+            found[name] = shown
     return found
 
 

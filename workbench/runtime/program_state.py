@@ -222,6 +222,18 @@ def reachable(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         found = [(name, part) for name, part in below if id(part) not in entered]
 
 
+def fingerprint(value: object) -> object:
+    """Return what shows whether a number, a text, an array or a container has another value; None: it is none of them.
+
+    Of a container it is the number of elements, as :func:`reachable` yields these too.
+    """
+    if isinstance(value, np.ndarray):
+        return (value.shape, hash(value.tobytes())) if value.dtype != object else value.shape
+    if isinstance(value, (list, dict, set)):
+        return len(value)
+    return repr(value) if isinstance(value, (int, float, complex, str)) else None
+
+
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
     """Yield what a value refers to, each with the end of its expression."""
     if isinstance(value, (list, tuple)):

@@ -169,8 +169,7 @@ class RankRuntime:
                 self.history.watch_gradients()
                 with self.gate.stepping(command.stop):
                     saver = Saver(Path(command.save), self)
-                    is_asked = command.save or command.snapshot
-                    reply = self.trainer.run(command, *([partial(self._between, command, saver)] if is_asked else []))
+                    reply = self.trainer.run(command, partial(self._between, command, saver))
                     saved = saver.end()
                     if command.snapshot:
                         SNAPSHOTS.finish()
@@ -205,9 +204,15 @@ class RankRuntime:
         """Take a snapshot after ``done`` steps of the program's next entry; collective."""
         begin = time.monotonic()
         with self.watch.paused():
-            models = [each for model in sharded_variables().values() for each in self.watch.models_in(model)]
-            new = SNAPSHOTS.take(SnapshotMark(entry=self.entry, count=done), self.groups, models)
+            self.reshard_models()
+            new = SNAPSHOTS.take(SnapshotMark(entry=self.entry, count=done), self.groups)
         return SnapshotReply(num_bytes=new.num_bytes, kept_bytes=SNAPSHOTS.num_bytes, seconds=time.monotonic() - begin)
+
+    def reshard_models(self) -> None:
+        """Free the full parameters of all models."""
+        for model in sharded_variables().values():
+            for each in self.watch.models_in(model):
+                each.reshard()
 
     def note_models(self) -> None:
         """Announce the units of models, which of them are gone, and what no engine manages."""
@@ -542,8 +547,7 @@ def put_back(mark: dict[str, Any], lost: Sequence[int]) -> None:
     """
     runtime = this_rank()
     with runtime.watch.paused():
-        for each in (each for model in sharded_variables().values() for each in runtime.watch.models_in(model)):
-            each.reshard()
+        runtime.reshard_models()
         SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), lost, runtime.groups)
     runtime.account_optimizers()
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from workbench.runtime.checkpoints import Checkpoint, LoadingPlan, owners_of, tr
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.lint_rules import DROPOUTS
 from workbench.runtime.namespace import variables
-from workbench.runtime.program_state import ProgramState, reachable
+from workbench.runtime.program_state import ProgramState, fingerprint, reachable
 from workbench.runtime.step_observation import relative
 from workbench.runtime.trainer import loss_of
 from workbench.runtime.training_state import (
@@ -149,6 +149,13 @@ def _not_held(stepped: Iterable[Optimizer], objects: TrainingObjects, held: Mapp
         )
 
 
+class _TensorState(NamedTuple):
+    """A tensor, and how often it was changed in place."""
+
+    tensor: torch.Tensor
+    version: int
+
+
 def _fingerprints(objects: TrainingObjects) -> dict[str, Any]:
     """Return what shows whether a variable changes, by expression; nothing of those in a checkpoint."""
     held = (*objects.models, *objects.optimizers, *objects.others)
@@ -163,13 +170,9 @@ def _fingerprints(objects: TrainingObjects) -> dict[str, Any]:
             continue
         if isinstance(value, torch.Tensor):
             if not value.is_inference() and storage_address(local_part(value)) not in addresses:
-                found[name] = value, value._version
-        elif isinstance(value, np.ndarray):
-            found[name] = hash(value.tobytes()) if value.dtype != object else len(value)
-        elif isinstance(value, (list, dict, set)):
-            found[name] = len(value)
-        elif isinstance(value, (int, float, complex, str)):
-            found[name] = repr(value)
+                found[name] = _TensorState(value, value._version)
+        elif (shown := fingerprint(value)) is not None:
+            found[name] = shown
     return found
 
 
@@ -177,7 +180,8 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Return the variables that changed, without the places in them."""
 
     def is_same(a: Any, b: Any) -> bool:  # noqa: ANN401 - anything
-        return a[0] is b[0] and a[1] == b[1] if isinstance(a, tuple) and isinstance(b, tuple) else a == b
+        are_tensors = isinstance(a, _TensorState) and isinstance(b, _TensorState)
+        return a.tensor is b.tensor and a.version == b.version if are_tensors else a == b
 
     names = (name for name, value in before.items() if name not in after or not is_same(value, after[name]))
     return list(dict.fromkeys(name.partition("[")[0] for name in names))

@@ -24,7 +24,6 @@ from workbench.engine.backends.async_work import PendingWork
 from workbench.engine.errors import CollectiveFailed, StepAborted
 from workbench.engine.process_groups import OWN
 from workbench.errors import UsageError
-from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.rank_messages import Marks, SnapshotMark
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.namespace import OFFERED, user_namespace, variables
@@ -135,11 +134,9 @@ class Snapshots:
         """Bytes of all snapshots that this process keeps."""
         return sum(each.num_bytes for each in (*self.own, *self.held))
 
-    def take(self, mark: SnapshotMark, groups: ProcessGroups, models: Sequence[ShardedModel]) -> RankSnapshot:
-        """Take a snapshot, and begin to send it; collective."""
+    def take(self, mark: SnapshotMark, groups: ProcessGroups) -> RankSnapshot:
+        """Take a snapshot, and begin to send it; collective. No model may hold full parameters."""
         self._join(groups)
-        for each in models:
-            each.reshard()  # else the model would hold full parameters here
         old = self.own.pop(0) if len(self.own) == _KEPT else None
         objects = TrainingObjects.among(variables())
         new = _flattened(mark, capture(objects, mark.count, old.state if old is not None else None), old)
