@@ -92,9 +92,9 @@ def kill(wb, *ranks):
 
 
 @pytest.mark.parametrize("wb", POLICIES, indirect=True)
-def test_training_goes_on_from_the_last_step_with_the_same_losses(wb):
+def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
     last = wb.num_ranks - 1
-    for name, policy in POLICIES[wb.num_ranks].items():
+    for number, (name, policy) in enumerate(POLICIES[wb.num_ranks].items(), 1):
         prepare(wb, **policy)
         wb.step(STEPS)
         expected = losses_of(wb)
@@ -109,6 +109,7 @@ def test_training_goes_on_from_the_last_step_with_the_same_losses(wb):
         assert wb.heal().steps_redone == 0
         wb.step(STEPS - 5)
         assert losses_of(wb) == expected, name
+        assert wb.save(str(tmp_path / "runs")).step == 2 * STEPS * number
         assert list(check(wb.trace)) == []
 
 

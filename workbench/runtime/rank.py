@@ -205,7 +205,8 @@ class RankRuntime:
         begin = time.monotonic()
         with self.watch.paused():
             self.reshard_models()
-            new = SNAPSHOTS.take(SnapshotMark(entry=self.entry, count=done), self.groups)
+            mark = SnapshotMark(entry=self.entry, count=done)
+            new = SNAPSHOTS.take(mark, self.trainer.trained_steps, self.groups)
         return SnapshotReply(num_bytes=new.num_bytes, kept_bytes=SNAPSHOTS.num_bytes, seconds=time.monotonic() - begin)
 
     def reshard_models(self) -> None:
@@ -548,7 +549,8 @@ def put_back(mark: dict[str, Any], lost: Sequence[int]) -> None:
     runtime = this_rank()
     with runtime.watch.paused():
         runtime.reshard_models()
-        SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), lost, runtime.groups)
+        step = SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), lost, runtime.groups)
+    runtime.trainer.trained_steps = step
     runtime.account_optimizers()
 
 

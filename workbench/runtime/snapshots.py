@@ -134,12 +134,18 @@ class Snapshots:
         """Bytes of all snapshots that this process keeps."""
         return sum(each.num_bytes for each in (*self.own, *self.held))
 
-    def take(self, mark: SnapshotMark, groups: ProcessGroups) -> RankSnapshot:
-        """Take a snapshot, and begin to send it; collective. No model may hold full parameters."""
+    def take(self, mark: SnapshotMark, step: int, groups: ProcessGroups) -> RankSnapshot:
+        """Take a snapshot, and begin to send it; collective. No model may hold full parameters.
+
+        Args:
+            mark: when.
+            step: number of steps that led to it.
+            groups: those of this rank.
+        """
         self._join(groups)
         old = self.own.pop(0) if len(self.own) == _KEPT else None
         objects = TrainingObjects.among(variables())
-        new = _flattened(mark, capture(objects, mark.count, old.state if old is not None else None), old)
+        new = _flattened(mark, capture(objects, step, old.state if old is not None else None), old)
         self.own.append(new)
         self._send(new, groups)
         return new
@@ -190,8 +196,12 @@ class Snapshots:
 
     # ---- healing
 
-    def put_back(self, mark: SnapshotMark, lost: Sequence[int], groups: ProcessGroups) -> None:
-        """Give all ranks the state of a snapshot; those that were lost get it from the rank after them; collective."""
+    def put_back(self, mark: SnapshotMark, lost: Sequence[int], groups: ProcessGroups) -> int:
+        """Give all ranks the state of a snapshot; those that were lost get it from the rank after them; collective.
+
+        Returns:
+            the number of steps that led to it.
+        """
         mine = next((each for each in self.own if each.mark == mark), None)
         for rank in lost:
             holder = (rank + 1) % groups.world_size
@@ -213,6 +223,7 @@ class Snapshots:
         self.own, self.held = [mine], [each for each in self.held if each.mark == mark]
         restore(TrainingObjects.among(variables()), mine.state)
         _put_plain(mine.plain)
+        return mine.state.step
 
 
 SNAPSHOTS = Snapshots()
