@@ -133,12 +133,17 @@ class TraceError(WorkbenchError):
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, or an empty text.
+    """Return ``", did you mean 'shard'?"`` for the nearest of ``known``, all that are equally near, or an empty text.
 
     Args:
         word: the word that was given.
         known: the valid words.
         cutoff: similarity from which a word is near, as in :func:`difflib.get_close_matches`.
     """
-    near = difflib.get_close_matches(word, tuple(known), n=1, cutoff=cutoff)
-    return f", did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(word, tuple(known), n=3, cutoff=cutoff)
+    alike = [each for each in near if _similarity(word, each) == _similarity(word, near[0])]
+    return f", did you mean {' or '.join(map(repr, sorted(alike)))}?" if near else ""
+
+
+def _similarity(word: str, known: str) -> float:
+    return difflib.SequenceMatcher(None, known, word).ratio()

@@ -330,7 +330,7 @@ def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, mo
 
 def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypatch):
     monkeypatch.setattr(local_launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(ClusterError, match=r"the controller ended during the start \(its log is empty\)"):
+    with pytest.raises(ClusterError, match=r"the controller ended during the start; its log is empty"):
         make_cluster().start()
 
 
@@ -417,7 +417,7 @@ def test_the_private_files_are_removed_even_if_a_log_is_read_later(make_cluster,
     assert Path(started.wait_for_controller()).exists()
     started.end()
     wait_until(lambda: started.exit_code(0) is not None)
-    assert started.log_tail(0) == " (its log is empty)"
+    assert started.log_tail(0) == "; its log is empty"
     started.end()
 
 

@@ -113,6 +113,7 @@ def test_lines_become_commands(line, command):
     [
         ("shrad model", "no command 'shrad', did you mean 'shard'?\n%fsdp help lists them"),
         ("memroy", "did you mean 'memory'"),
+        ("stp 3", "no command 'stp', did you mean 'step' or 'stop'?"),
         ("xyzzy", "no command 'xyzzy'\n"),
         ("shard model --rwap Block", "unknown flag '--rwap', did you mean '--wrap'?\nusage: %fsdp shard"),
         ("shard model --wrap=A --ingore=b", "'--ingore=b', did you mean '--ignore'?"),

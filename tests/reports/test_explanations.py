@@ -454,6 +454,7 @@ def test_without_times_of_the_gpu_only_memory_is_explained():
         (("9",), "the trace has no rank 9; its ranks are 0-1: %fsdp explain 0"),
         (("rank", "x"), "the trace has no rank x; its ranks are 0-1"),
         (("rank",), "explain rank needs to know which one: %fsdp explain rank 1"),
+        (("pek",), "there is no unit 'pek', did you mean 'peak'?"),
         (("blocks.7",), "there is no unit 'blocks.7'; the units, nearest first: blocks."),
         (("blocks.*",), "explain takes one unit, and 3 are called 'blocks.*': %fsdp explain blocks.0"),
         (("peak", "1"), "explain takes one unit or rank, not 'peak' and '1'"),

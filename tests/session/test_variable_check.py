@@ -90,6 +90,7 @@ def test_what_to_run_before_a_step():
 def test_commands_needed_before_a_step():
     known = [f"blocks.{i}.weight" for i in range(6)]
     check_parameter("blocks.2.weight", known)
+    check_parameter("model.blocks.2.weight", known)
     near = "blocks.2.weight, blocks.0.weight, blocks.1.weight, blocks.3.weight, blocks.4.weight"
     with pytest.raises(
         UsageError, match=r"^there is no parameter 'block.2.weight'; the parameters, nearest first: "

@@ -353,7 +353,7 @@ class LocalLaunch(EngineProvider):
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""
         lines = self._log_lines(rank)
-        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else " (its log is empty)"
+        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else "; its log is empty"
 
     def _log_lines(self, rank: int | None) -> list[str]:
         try:

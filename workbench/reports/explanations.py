@@ -14,8 +14,9 @@ import numpy as np
 
 from workbench.base.fault import Fault
 from workbench.base.text_formats import format_bytes, plural
-from workbench.errors import UsageError
+from workbench.errors import UsageError, did_you_mean
 from workbench.events import Kind, Unit, unit_words
+from workbench.protocol.breakpoints import is_unit
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import label, ranges
 from workbench.replay.training import LOSS, summary
@@ -79,6 +80,9 @@ def explain(
         rank = _rank(trace, which or subject)
         _check_steps(study)
         return explain_rank(study, rank)
+    is_known = any(is_unit(unit_words(unit.name), subject) for unit in trace.header.units if unit.in_use)
+    if not is_known and not which and (hint := did_you_mean(subject, ANSWERS, cutoff=0.7)):
+        raise UsageError(f"there is no unit {subject!r}{hint}")
     return explain_unit(replace(study, num_steps=2), _unit(trace, which or subject))  # one may not have ended
 
 

@@ -66,12 +66,12 @@ def check_function(names: Mapping[int, Names], fn: str, in_notebook: Callable[[s
 
 
 def check_parameter(fqn: str, known: Sequence[str]) -> None:
-    """Check that there is a parameter called ``fqn``.
+    """Check that there is a parameter called ``fqn``, also with a variable before it, which a rank checks.
 
     Raises:
         UsageError: there is none; the message lists the nearest.
     """
-    if fqn not in known:
+    if fqn not in known and fqn.partition(".")[2] not in known:
         near = ", ".join(nearest(fqn, known)[:5]) or "none"
         raise UsageError(f"there is no parameter {fqn!r}; the parameters, nearest first: {near}")
 

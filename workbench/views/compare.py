@@ -162,7 +162,10 @@ def _time_words(found: Differences) -> str:
     before, after = found.step_ns
     if not (before > 0 and after > 0) or abs(after - before) < NOTICED * before or found.is_chance:
         return ""
-    words = f"step time {_signed(format_share(abs(after / before - 1)), after - before)}"
+    change = _signed(format_share(abs(after / before - 1)), after - before)
+    if not 0.1 < after / before < 10:
+        change = f"{format_duration(before)} -> {format_duration(after)}"
+    words = f"step time {change}"
     return f"{words}: {_cost_words(found.slower[0])}" if found.slower else words
 
 
