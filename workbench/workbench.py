@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypedDict, TypeVar, Unpack
 import plotly.graph_objects as go
 
 from workbench.base.devices import AUTO
+from workbench.base.glossary import introduced
 from workbench.base.machines import DEFAULT
 from workbench.base.text_formats import plural
 from workbench.cluster import Cluster
@@ -267,6 +268,7 @@ class Workbench:
         self.cores = usable_cores()
         self._exchange_lock = threading.RLock()  # held while ranks or the shown trace are replaced
         self._is_cancelled = False  # the start under way
+        self._terms = set[str]()  # of the glossary, which a report has explained
         self._is_new = True  # no ranks were started and no file was opened yet
         self._waits_for = ""
         self._target = AttachTarget()  # of the last attach
@@ -733,7 +735,15 @@ class Workbench:
             self.failed_step = str(error) if trains else self.failed_step
             raise
         self.failed_step = "" if trains else self.failed_step
-        return result
+        return self._introduced(result)
+
+    def _introduced(self, result: Any) -> Any:  # noqa: ANN401 - as :meth:`do`
+        """Return a report with the terms that no earlier one explained; anything else as it is."""
+        if not isinstance(result, (ShardReport, ExplainReport)):
+            return result
+        new = tuple(term for term in introduced(str(result)) if term not in self._terms)
+        self._terms.update(new)
+        return dataclasses.replace(result, terms=new)
 
     def _do(
         self,

@@ -1,5 +1,7 @@
 """Findings about the number, the bytes and the order of collectives."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -88,6 +90,10 @@ def test_a_root_that_is_freed_after_forward_is_the_reason_of_one_more():
     assert (
         "8 all-gathers in step 2, not 7: (root) is gathered twice: reshard_after_forward true frees" in finding.sentence
     )
+    own = simulate(Setup(reshard_root=True))
+    units = tuple(replace(unit, engine="my engine") for unit in own.header.units)
+    finding = counts(Trace(replace(own.header, units=units), own.ranks), CALLS)
+    assert finding.sentence.endswith("8 all-gathers in step 2, not 7: (root) is gathered twice")
 
 
 def test_micro_batches_are_the_reason_of_more_calls():

@@ -208,6 +208,7 @@ def test_a_result_that_is_used_is_returned_and_not_printed(notebook):
     cell = notebook.ok("found = %fsdp status --json")
     assert (cell.out, cell.shown) == ("", [])
     assert json_schema.check(notebook.shell.user_ns["found"])["type"] == "StatusReport"
+    assert '"command"' not in notebook.run("found = %fsdp step x --json").out  # the error alone
 
 
 # ---- errors

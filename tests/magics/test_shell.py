@@ -7,6 +7,7 @@ from IPython.core.magic import MAGIC_NO_VAR_EXPAND_ATTR
 from tests.helpers.fake_cluster import SHARD_RESULT, blocks, gives, prints, raises, step_result, writes
 from tests.magics.test_completion import SHARD_FLAGS
 from workbench import load_ipython_extension, unload_ipython_extension
+from workbench.base.glossary import INTRODUCED, MEANINGS
 from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
@@ -144,6 +145,24 @@ def test_each_first_result_says_what_to_type_next(bare, monkeypatch):
     assert "next" not in stepped[1] + bare.ok("%fsdp shard model").shown[0]["text/plain"]
     bare.ok("%fsdp stop")
     assert "next" not in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
+
+
+def test_a_term_is_explained_where_it_is_first_met(bare):
+    bare.ok("%fsdp start -n 2")
+    bare.fake.script["shard"] = gives(SHARD_RESULT)
+    bare.fake.sharded()
+    bare.fake.script["step"] = bare.fake.trains(3)
+    lines = ["shard model", "shard model", "step 3", "explain step", "explain step"]
+    shown = [
+        "".join(each["text/plain"] for each in bare.ok(f"%fsdp {line}").shown if "text/plain" in each) for line in lines
+    ]
+    assert [[term for term in INTRODUCED if MEANINGS[term] in text] for text in shown] == [
+        ["unit"],
+        [],
+        [],
+        ["exposed communication"],
+        [],
+    ]
 
 
 def test_what_was_done_before_is_not_advised(notebook):

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.aborted_steps import aborted
 from tests.helpers.device_trace import on_devices
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
 from tests.replay.test_step_parts import with_hold
-from workbench.base.text_formats import format_duration
+from workbench.base.text_formats import format_bytes, format_duration
 from workbench.errors import UsageError
 from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, Kind, UnitState, unit_words
 from workbench.protocol.rank_messages import ModelInfo
@@ -57,6 +58,16 @@ def without(trace, *kinds):
         rows["seq"] = np.arange(len(rows))
         ranks.append(RankTrace(rank.rank, rows))
     return Trace(trace.header, tuple(ranks))
+
+
+def shown_to(rank, end):
+    """Return the rows of a rank before a position."""
+    return RankTrace(rank.rank, rank.rows[:end])
+
+
+def without_step(trace, step):
+    """Return the trace before a step began."""
+    return Trace(trace.header, tuple(shown_to(each, each.places_of(step, step)[0]) for each in trace.ranks))
 
 
 # ---- a slow rank
@@ -335,6 +346,38 @@ def test_many_kept_units_share_a_line():
     found = explain(simulate(replace(KEPT, num_units=20)), "peak")
     assert len(found.answer.evidence) < 10
     assert any(line.startswith("17 units, ") or line.startswith("18 units, ") for line in found.answer.evidence)
+
+
+# ---- a step without an end
+
+
+@pytest.mark.parametrize("subject", ["", *ANSWERS, "0"])
+@pytest.mark.parametrize("how", ["aborted", "not ended"])
+def test_a_step_without_an_end_is_named_and_the_newest_with_one_is_explained(how, subject):
+    whole = simulate(CLEAN)
+    trace = aborted(whole, 6, 0.5)
+    if how == "not ended":
+        trace = Trace(trace.header, tuple(shown_to(each, each.places_of(6, 6)[1]) for each in trace.ranks))
+    state = f"step 6 {'was aborted' if how == 'aborted' else 'has not ended'}"
+    found, alone = explain(trace, subject), explain(without_step(whole, 6), subject)
+    *others, line = found.answer.evidence
+    assert (found.step, found.headline, tuple(others)) == (5, alone.headline, alone.answer.evidence)
+    typed = " ".join(filter(None, ("%fsdp explain", "rank 0" if subject == "0" else subject, "--step 6")))
+    peak = max(each.peak_bytes for each in explain(trace, "step", step=6).ranks)
+    until = f", with a peak of {format_bytes(peak)} until then" if subject == "peak" else ""
+    assert line == f"{state}{until}; to explain what ran of it: {typed}"
+    chosen = explain(trace, subject, step=6)
+    assert chosen.step == 6
+    assert f"step 6 ({how})" in chosen.headline
+    assert chosen.answer.evidence[-1] == f"{state}: this is what ran of it"
+    assert draw("timeline", trace, step=6).layout.title.text.startswith(state.capitalize())
+
+
+def test_an_aborted_first_step_is_explained():
+    found = explain(aborted(simulate(Setup(num_ranks=2, steps=1)), 0, 0.5), "peak")
+    assert found.step == 0
+    assert found.headline.startswith("the peak of step 0 (aborted) is")
+    assert found.answer.evidence[-1] == "step 0 was aborted: this is what ran of it"
 
 
 # ---- a unit, a rank

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.timeline_page import open_page
+from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import format_bytes, format_duration
 from workbench.events import Kind
 from workbench.views import theme
@@ -89,6 +90,30 @@ def test_hovering_shows_kind_unit_bytes_duration_and_rank(page):
     assert "exposed" in page.get_by_role("tooltip").inner_text()
     page.mouse.move(5, 5)
     assert not page.get_by_role("tooltip", include_hidden=True).is_visible()
+
+
+@pytest.mark.parametrize("width", [1200, 250])
+def test_the_legend_says_what_its_words_mean(page, width):
+    page.evaluate("(width) => { place.style.width = `${width}px`; }", width)
+    stats(page)
+    place, box = page.locator("#place").bounding_box(), page.locator("canvas").bounding_box()
+    entries = page.evaluate("timeline.layout.legend")
+    said = {}
+    for entry in entries:
+        page.mouse.move(box["x"] + entry["x"] + entry["width"] - 2, box["y"] + entry["y"] + 7)
+        name, *said[entry["text"]] = page.get_by_role("tooltip").inner_text().splitlines()
+        tip = page.get_by_role("tooltip").bounding_box()
+        assert name == entry["text"]
+        assert place["x"] <= tip["x"] <= tip["x"] + tip["width"] <= place["x"] + place["width"]
+    assert said == {
+        **{
+            kind.words: [MEANINGS[kind.words]]
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
+        },
+        "wait (exposed)": [MEANINGS["wait"], f"exposed: {MEANINGS['exposed']}"],
+    }
+    page.mouse.move(box["x"] + entries[-1]["x"] + entries[-1]["width"] + 5, box["y"] + entries[-1]["y"] + 7)
+    assert not page.get_by_role("tooltip").is_visible()
 
 
 def test_names_are_text(page):

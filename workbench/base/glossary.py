@@ -114,7 +114,16 @@ MEANINGS = {term: meaning.replace("`", "") for section in SECTIONS.values() for 
 }
 """Meanings in plain text, by term; also of short forms of terms."""
 
+INTRODUCED = ("unit", "exposed communication", "wait for readers", "held at a gate", "copy-in", "copy-out", "reserved")
+"""Terms that reports explain where a session first meets them."""
+
+_INTRODUCED = re.compile(rf"\b({'|'.join(INTRODUCED)})s?\b")
 _TERM = re.compile(rf"\b({'|'.join(map(re.escape, sorted(MEANINGS, key=len, reverse=True)))})\b")
+
+
+def introduced(text: str) -> tuple[str, ...]:
+    """Return the terms of :data:`INTRODUCED` in a text, also in the plural."""
+    return tuple(dict.fromkeys(_INTRODUCED.findall(text)))
 
 
 def explained(text: str) -> str:

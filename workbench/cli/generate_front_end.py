@@ -106,7 +106,7 @@ def _events() -> str:
     kinds = ({**_look(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
     categories = (_look(category, theme.CATEGORY_COLOURS[category]) for category in Category)
     states = (_look(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
-    words = dict.fromkeys(word.words for word in (*Category, *UnitState))
+    words = dict.fromkeys([*(word.words for word in (*Kind, *Category, *UnitState)), "exposed"])
     shown = {word: MEANINGS[word] for word in words if word in MEANINGS}
     parts = (
         f"// {_HEADING.format('workbench/events.py and workbench/views/theme.py')}\n",

@@ -162,9 +162,10 @@ def states(
     sentence = "; ".join(f"{when} on {label(ranks)}, {text}" for text, ranks in wrong.items() if text)
     if not look:
         return fails(sentence)
-    names = dict.fromkeys(one for texts in found.values() for one in texts)
+    names = [*dict.fromkeys(one for texts in found.values() for one in texts)]
+    others = f"{and_list(names)} {'is' if len(names) == 1 else 'are'} in another one"
     return replace(
-        fails(f"{when}, not every state is right: {and_list(list(names))} is in another one", f"look at {look}"),
+        fails(f"{when}, not every state is right: {others}", f"look at {look}"),
         answer=sentence,
     )
 

@@ -52,9 +52,12 @@ def _root_is_freed(trace: Trace, step: int, rank: int) -> str:
     for unit in trace.header.units:
         calls = int(((found.unit == unit.index) & (found.kind == Kind.ALL_GATHER)).sum())
         if unit.root == unit.index and unit.reshard_after_forward and calls == 2 * max(_passes(part), 1):
+            twice = f"{unit_list(trace.header, [unit.index])} is gathered twice"
+            if not unit.runner.package:  # an engine of one's own has no such option
+                return twice
             return (
-                f"{unit_list(trace.header, [unit.index])} is gathered twice: reshard_after_forward true frees it after "
-                "forward too, and auto keeps it, as backward begins with it"
+                f"{twice}: reshard_after_forward true frees it after forward too, and auto keeps it, as backward "
+                "begins with it"
             )
     return ""
 

@@ -117,7 +117,8 @@ class FsdpMagics(Magics):
         except HelpAsked as help_:
             report = str(help_)
         except Exception as error:
-            say(to_line(document(word, error=error, notices=notices)))
+            if result_is_dropped(sys._getframe()):
+                say(to_line(document(word, error=error, notices=notices)))
             raise
         if isinstance(report, str):
             notices.append(report)

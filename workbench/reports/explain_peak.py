@@ -20,7 +20,6 @@ from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import model_of
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
-from workbench.trace.step_names import step_name
 from workbench.views.window import Window
 
 WORTH = 0.01
@@ -55,11 +54,11 @@ class PeakExplanation:
 
 def peak_report(study: StepStudy, subject: str) -> ExplainReport:
     """Return the report on the peak of a step."""
-    step, found = study.window.last, explain_peak(study)
+    step, found = study.timed, explain_peak(study)
     missing = () if subject else (study.missing,) if study.missing else study.abstained
     if found is None:
         reason = "no memory is recorded in this trace"
-        answer = Fault(rule="unknown", verdict=f"the peak of {step_name(step)} is unknown: {reason}")
+        answer = Fault(rule="unknown", verdict=f"the peak of {study.name(step)} is unknown: {reason}")
         return ExplainReport(
             subject=subject, step=step, answer=answer, num_checks=0, abstained=(*missing, f"the peak: {reason}")
         )
@@ -78,7 +77,7 @@ def peak_report(study: StepStudy, subject: str) -> ExplainReport:
 def explain_peak(study: StepStudy) -> PeakExplanation | None:
     """Return what set the highest peak of a step; None if no memory is recorded in it."""
     trace, models = study.trace, study.models
-    shown = Window(first=study.window.last, last=study.window.last)
+    shown = Window(first=study.timed, last=study.timed)
     parts = [shown.cut(each) for each in trace.ranks]
     peaks = [(part, memory.peak(part)) for part in parts if len(part.rows)]
     if not peaks or not any(found.num_bytes for _, found in peaks):
@@ -92,12 +91,12 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     worth = [_in_words(header, each, models) for each in known if each.saved_bytes >= WORTH * found.num_bytes]
     worth = [each for each in worth if each.line]
     verdict = (
-        f"the peak of {step_name(shown.last)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
+        f"the peak of {study.name(study.timed)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
         f"{memory.moment(header, found)}"
     )
     moment = EventMark(rank=part.rank, first_seq=found.seq, last_seq=found.seq)
     since = {line: _until(moment, at_peak[unit]) for line, unit in _units(header, at_peak).items()}
-    lines = [*_others(peaks, part), *map(price_words, worth)]
+    lines = [*_others(peaks, part), *map(price_words, worth), *study.unfinished("peak")]
     kept = _activations(header, trace.rank(part.rank), found)
     evidence: Evidence = {_classes(found): moment, **dict.fromkeys(kept, moment), **since, **dict.fromkeys(lines)}
     fix = next((each.line for each in worth if each.knob in _SETTINGS), "")

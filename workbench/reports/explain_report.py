@@ -16,6 +16,7 @@ from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group, Part
 from workbench.replay.unit_history import UnitCause
 from workbench.reports.fault_report import FaultReport
+from workbench.reports.report import meanings
 from workbench.views.mark_buttons import Marks, marked
 
 Evidence = Mapping[str, EventMark | None]
@@ -155,9 +156,10 @@ class ExplainReport(FaultReport):
         savings: what would lower its peak.
         units: state of a unit, the most common first.
         marks: the events that lines of evidence name, by the line.
+        terms: of the glossary, which the report explains: those that the session first meets here.
     """
 
-    internal = ("marks",)
+    internal = ("marks", "terms")
 
     subject: str
     step: int | None
@@ -168,6 +170,7 @@ class ExplainReport(FaultReport):
     savings: tuple[PeakSaving, ...] = ()
     units: tuple[UnitExplanation, ...] = ()
     marks: Marks = field(default_factory=dict)
+    terms: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -186,7 +189,7 @@ class ExplainReport(FaultReport):
             if fault != self.answer:
                 found += [("also", fault.verdict), *fault.facts()]
         found += [("picture", self.picture.line)] if self.picture is not None else []
-        return [*found, *(("not decided", reason) for reason in self.abstained)]
+        return [*found, *(("not decided", reason) for reason in self.abstained), *meanings(self.terms)]
 
 
 def linked(report: ExplainReport, figure: go.Figure) -> dict[str, str]:

@@ -15,7 +15,6 @@ from workbench.reports.explain_peak import is_flat, is_ours, module_words, unit_
 from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts
 from workbench.reports.step_study import StepStudy
 from workbench.reports.step_text import KINDS_OF_PART, model_of, time_words, wait_mark, wait_words
-from workbench.trace.step_names import step_name
 
 MAX_LINES = 6
 """Waits, and ranks, that a text lists."""
@@ -57,7 +56,7 @@ def with_more(fault: Fault, lines: Iterable[str]) -> Fault:
 def shares_words(study: StepStudy) -> str:
     """Return the duration of the step on its slowest rank, and its four parts as fractions of the ranks' time."""
     parts = ", ".join(f"{group.value} {format_share(study.share(group))}" for group in Group)
-    return f"{step_name(study.timed)} took {time_words(study.longest_ns)}: {parts}{_mean(study)}"
+    return f"{study.name(study.timed)} took {time_words(study.longest_ns)}: {parts}{_mean(study)}"
 
 
 def _mean(study: StepStudy) -> str:
@@ -94,13 +93,13 @@ def explain_wait(study: StepStudy, subject: str = "wait") -> ExplainReport:
     if not study.waits and study.unseen:
         return study.unknown(subject, f"why compute waited is unknown: {study.unseen}")
     if not study.waits:
-        verdict = f"compute waited for no collective in {step_name(study.timed)}"
+        verdict = f"compute waited for no collective in {study.name(study.timed)}"
         return study.report(subject, Fault(rule="wait", verdict=verdict), picture, {})
     by_cause = {cause: sum(w.wait_ns for w in study.waits if w.cause is cause) for cause in WaitReason}
     most, total_ns = max(by_cause, key=lambda cause: by_cause[cause]), sum(by_cause.values())
     mean = f" (mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
     verdict = (
-        f"compute waited {time_words(total_ns)} of {step_name(study.timed)} for collectives, "
+        f"compute waited {time_words(total_ns)} of {study.name(study.timed)} for collectives, "
         f"{format_share(total_ns / study.mean_ns)} of it{mean}, mostly ({time_words(by_cause[most])}) because "
         f"{_CAUSES[most]}"
     )
@@ -217,7 +216,7 @@ def explain_rank(study: StepStudy, rank: int) -> ExplainReport:
     if study.fault is not None and study.slow is not None and study.slow.rank == rank:
         return study.report(subject, with_more(study.fault, evidence), timeline_of(study.timed), evidence)
     parts = ", ".join(f"{group.value} {format_share(mine.groups_ns[group] / max(mine.step_ns, 1))}" for group in Group)
-    verdict = f"{step_name(study.timed)} took {time_words(mine.step_ns)} on rank {rank}: {parts}"
+    verdict = f"{study.name(study.timed)} took {time_words(mine.step_ns)} on rank {rank}: {parts}"
     if others:
         for_it = max(each.waited_for_ns.get(rank, 0) for each in others)
         waited = time_words(sum(mine.waited_for_ns.values()))

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 from workbench.base.fault import Fault, facts_of, listed
-from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import format_bytes, format_duration, format_loss, format_share, plural
 from workbench.events import Unit, unit_words
 from workbench.protocol.commands import (
@@ -48,7 +47,7 @@ from workbench.replay.units import by_number, differing, unmanaged_sentences, un
 from workbench.reports.clock_text import clock_words
 from workbench.reports.lint_faults import lint_faults
 from workbench.reports.repeat_faults import first_repeated, repeat_faults
-from workbench.reports.report import Report
+from workbench.reports.report import Report, meanings
 from workbench.reports.resume_faults import NOT_COMPARED, resume_faults
 from workbench.reports.stop_positions import live_units
 from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
@@ -261,11 +260,15 @@ class ShardReport(ModelSharding, Report):
         bytes_at_rest: bytes of parameters each rank keeps between steps, padding included, by rank.
         notes: what is probably unintended, and what to do, a sentence each.
         next: what to type next; empty if it was done before.
+        terms: of the glossary, which the report explains: those that the session first meets here.
     """
+
+    internal = ("terms",)
 
     bytes_at_rest: tuple[int, ...]
     notes: tuple[str, ...] = ()
     next: str = ""
+    terms: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -280,7 +283,7 @@ class ShardReport(ModelSharding, Report):
         at_rest = kept[0] if len({*kept}) == 1 else _by_rank(kept)
         return [
             ("units", listed(self.units)),
-            ("a unit", MEANINGS["unit"]),
+            *meanings(self.terms),
             *self._wrapped(),
             *([("policy", "; ".join(self.policy))] if self.policy else []),
             ("full model", format_bytes(self.bytes_unsharded)),
@@ -594,7 +597,7 @@ class OpenReport(Report):
         found += [("steps", ranges(self.steps))] if self.steps else []
         found += [("sharded", str(model)) for model in self.models] or [("sharded", "nothing")]
         found += [("note", note) for note in self.notes]
-        return [*found, ("now", f"%fsdp dashboard, or a view: {', '.join(VIEWS)}")]
+        return [*found, ("now", f"%fsdp explain, %fsdp dashboard, or a view: {', '.join(VIEWS)}")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from workbench.base.fault import Fault
-from workbench.base.text_formats import format_share, plural
+from workbench.base.text_formats import format_bytes, format_share, plural
 from workbench.events import WORK
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay import memory
@@ -105,6 +105,34 @@ class StepStudy:
         ended = [set(each.step[each.has_ended].tolist()) for each in self.parts.values()]
         common = set[int]() if not ended else ended[0].intersection(*ended[1:])
         return self.window.last if self.step is not None else max(common, default=self.window.last)
+
+    def name(self, step: int) -> str:
+        """Return the name of a step, with ``(aborted)`` or ``(not ended)`` after that of one without an end."""
+        how = Window(first=step, last=step).unfinished(self.trace)
+        return f"{step_name(step)} ({how})" if how else step_name(step)
+
+    def unfinished(self, subject: str) -> tuple[str, ...]:
+        """Return a line about a step without an end: the explained one, or the newest; none if both have ended.
+
+        Args:
+            subject: what is explained, as ``%fsdp explain`` names it.
+        """
+        newest, how = self.window.last, self.window.unfinished(self.trace)
+        if not how:
+            return ()
+        state = f"{step_name(newest)} {'was aborted' if how == 'aborted' else 'has not ended'}"
+        if newest == self.timed:
+            return (f"{state}: this is what ran of it",)
+        until = self.peak_bytes(newest) if subject == "peak" else 0
+        peak = f", with a peak of {format_bytes(until)} until then" if until else ""
+        line = " ".join(filter(None, ("%fsdp explain", subject, f"--step {newest}")))
+        return (f"{state}{peak}; to explain what ran of it: {line}",)
+
+    def peak_bytes(self, step: int) -> int:
+        """Return the most bytes in use in a step, on any rank."""
+        shown = Window(first=step, last=step)
+        parts = map(shown.cut, self.trace.ranks)
+        return max((memory.peak(part).num_bytes for part in parts if len(part.rows)), default=0)
 
     @cached_property
     def comparable(self) -> Comparable:
@@ -238,6 +266,7 @@ class StepStudy:
             more: further fields of the report.
         """
         marks = marks_in({**self.fault_evidence, **evidence})
+        answer = replace(answer, evidence=(*answer.evidence, *self.unfinished(subject)))
         found = () if self.fault is None else (answer if answer.rule == self.fault.rule else self.fault,)
         return ExplainReport(
             subject=subject,
@@ -255,7 +284,7 @@ class StepStudy:
 
     def unknown(self, subject: str, reason: str) -> ExplainReport:
         """Return the report that a missing signal leaves."""
-        answer = Fault(rule="unknown", verdict=f"{step_name(self.timed)}: {reason}")
+        answer = Fault(rule="unknown", verdict=f"{self.name(self.timed)}: {reason}", evidence=self.unfinished(subject))
         return ExplainReport(subject=subject, step=self.timed, answer=answer, num_checks=0, abstained=(reason,))
 
 

@@ -119,7 +119,7 @@ def timeline(
     grid = Grid(num_blocks=len(blocks), tracks=tuple(used))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
-        _title(drawn, shown, parts, blocks, waited_ns),
+        _title(drawn, shown, _state(trace, shown, parts), parts, blocks, waited_ns),
         _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
@@ -204,20 +204,28 @@ def _blocks(
 # -- words
 
 
+def _state(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> str:
+    """Return what follows the name of the steps in the title, with ``{}`` for the duration."""
+    if all(shown.has_ended(part) for part in parts):
+        return ": {}"
+    whole = Trace(trace.header, tuple(trace.rank(part.rank) for part in parts))
+    return " was aborted: {} until then" if shown.unfinished(whole) == "aborted" else " has not ended: {} so far"
+
+
 def _title(
     drawn: DrawnSteps,
     shown: Window,
+    state: str,
     parts: Sequence[RankTrace],
     blocks: Sequence[RankBlock],
     waited_ns: Mapping[int, int],
 ) -> str:
-    has_ended = all(shown.has_ended(part) for part in parts)
     shares = [block.tracks.wait_ns.sum() / max(block.tracks.total_ns, 1) for block in blocks]
     low, high = format_share(min(shares)), format_share(max(shares))
     share = low if low == high else f"{low.rstrip('%')} to {high}"
     waits = f"for communication {share} of the time" if any(shares) else "for no communication"
     duration = format_duration(_duration_ns(drawn, parts))
-    begun = f"{shown}: {duration}" if has_ended else f"{shown} has not ended: {duration} so far"
+    begun = f"{shown}{state.format(duration)}"
     if drawn.clock is ClockSource.ENQUEUED:
         return f"{begun} on the host"
     least = waits_least(waited_ns, max(block.tracks.total_ns for block in blocks))

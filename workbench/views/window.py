@@ -116,6 +116,14 @@ class Window:
         rows = rows_of(part, (Kind.STEP,))
         return self.last < 0 or bool(((rows["edge"] == Edge.END) & (rows["step"] == self.last)).any())
 
+    def unfinished(self, trace: Trace) -> str:
+        """Return ``aborted`` or ``not ended`` if a rank that began the last step did not end it; otherwise empty."""
+        shown = Window(first=self.last, last=self.last)
+        begun = [each for each in trace.ranks if len(rows_of(shown.stateless(each), (Kind.STEP,)))]
+        left = [each for each in begun if not shown.has_ended(shown.stateless(each))]
+        has_later = any(shown.places(each)[1] < len(each.rows) for each in left)
+        return "" if not left else "aborted" if has_later else "not ended"
+
 
 def window(trace: Trace, step: int | None, count: int) -> Window:
     """Return the window of ``count`` steps up to and including ``step``.

@@ -62,7 +62,7 @@ answer = {"(root)": "unsharded", "blocks.2": "sharded", "blocks.1": "all-gather 
 # %% replay-states: not every state is right: (root) is in another one
 answer = {"(root)": "sharded", "blocks.2": "unsharded", "blocks.1": "all-gather in flight", "blocks.0": "sharded"}
 
-# %% replay-states: not every state is right: blocks.1 and blocks.0 is in another one
+# %% replay-states: not every state is right: blocks.1 and blocks.0 are in another one
 answer = dict.fromkeys(["(root)", "blocks.2", "blocks.1", "blocks.0"], "unsharded")
 
 # %% replay-states: there is no answer yet

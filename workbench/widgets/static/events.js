@@ -105,6 +105,31 @@ export const UNIT_STATE = /** @type {const} */ ({
 
 /** @type {Readonly<Record<string, string>>} */
 export const MEANINGS = {
+  "step": "one call of train_step(): forward, backward, and a step of the optimizer",
+  "forward": "computing outputs; here, of one unit, without the units inside it",
+  "backward": "computing gradients; of one unit, from the gradient of its output to those of its parameters",
+  "optimizer": "a step of the optimizer, which changes the parameters by their gradients",
+  "unshard": "making the whole parameters of a unit usable: its all-gather, the wait for it, and the copies",
+  "reshard": "freeing the whole parameters of a unit",
+  "all-gather": "every rank gets the shards of all ranks",
+  "reduce-scatter": "values are summed over the ranks; each rank gets the sum for its own shard",
+  "all-reduce": "values are summed over the ranks; every rank gets the whole sum",
+  "broadcast": "one rank sends the same to all others",
+  "copy-in": "copying into the input of a collective",
+  "copy-out": "copying out of the output of a collective",
+  "wait": "the time in which a rank's compute blocks until a collective has ended",
+  "offload": "copying between a GPU and its host, to keep shards in the host's memory",
+  "held at a gate": "stopped at a breakpoint, or by a pause; time axes leave this out",
+  "step aborted": "the step ended early; units are sharded again",
+  "resident": "memory of the whole process in RAM, as the operating system counts it",
+  "all-to-all": "each rank sends a different part to each other rank",
+  "reduce": "values are summed over the ranks; one rank gets the sum",
+  "gather": "one rank gets the parts of all ranks",
+  "scatter": "one rank sends a different part to each rank",
+  "barrier": "no rank continues before all have arrived",
+  "send": "sending to one other rank",
+  "recv": "receiving from one other rank",
+  "wait for readers": "the time in which a rank blocks until other ranks have read its memory, which it shares with them",
   "sharded params": "the shards of this rank, with padding",
   "unsharded params": "whole parameters of units, from unshard to reshard",
   "all-gather buffers": "inputs and outputs of all-gathers",
@@ -118,5 +143,6 @@ export const MEANINGS = {
   "sharded": "each rank holds its shard only",
   "all-gather in flight": "an all-gather is under way, and fills its output",
   "unsharded": "the whole parameters are there",
-  "reducing": "a reduction of its gradients is under way"
+  "reducing": "a reduction of its gradients is under way",
+  "exposed": "the part of communication that compute waits for"
 };

@@ -1,6 +1,6 @@
 // An item of the timeline in words and numbers.
 
-import { KIND, KINDS } from "../events.js";
+import { KIND, KINDS, MEANINGS } from "../events.js";
 import { formatBytes, formatDuration } from "../format.js";
 import { sure } from "../sure.js";
 import { share } from "./items.js";
@@ -54,6 +54,23 @@ export function tipLines(item) {
   else if (item.isCommunication) lines.push(exposure(item));
   lines.push(`${item.label}, from ${formatDuration(item.start)}`);
   return lines;
+}
+
+/**
+ * A kind of item as an entry of the legend.
+ * @param {number} kind
+ */
+export function legendText(kind) {
+  return `${sure(KINDS[kind]).words}${kind === KIND.WAIT ? " (exposed)" : ""}`;
+}
+
+/**
+ * The lines of the tip beside an entry of the legend: what its words mean.
+ * @param {number} kind
+ */
+export function legendLines(kind) {
+  const meanings = [MEANINGS[sure(KINDS[kind]).words] ?? "", kind === KIND.WAIT ? `exposed: ${MEANINGS.exposed ?? ""}` : ""];
+  return [legendText(kind), ...meanings.filter(Boolean)];
 }
 
 /**

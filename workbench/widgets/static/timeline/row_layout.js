@@ -14,7 +14,7 @@ const LEGEND_LINE = 20;
 
 /** @typedef {{ index: number, track: Track, y: number, height: number }} Row */
 
-/** @typedef {{ kind: number, text: string, x: number, y: number }} LegendEntry */
+/** @typedef {{ kind: number, text: string, x: number, y: number, width: number }} LegendEntry */
 
 /** @typedef {{ rows: readonly Row[], left: number, bottom: number }} RowLayout `left`: where the plot begins */
 
@@ -56,7 +56,7 @@ export function placeLegend(entries, { left: plotLeft, bottom, width }) {
   const legend = entries.map(({ kind, text }, k) => {
     const wide = widths[k] ?? 0;
     if (x + wide > width + BETWEEN_ENTRIES && x > left) [x, y] = [left, y + LEGEND_LINE];
-    const entry = { kind, text, x, y };
+    const entry = { kind, text, x, y, width: wide - BETWEEN_ENTRIES };
     x += wide;
     return entry;
   });
@@ -70,6 +70,16 @@ export function placeLegend(entries, { left: plotLeft, bottom, width }) {
  */
 export function rowAt(rows, y) {
   return rows.findIndex((row) => y >= row.y - 1 && y < row.y + row.height + 1);
+}
+
+/**
+ * The legend's entry at a point; null: none.
+ * @param {readonly LegendEntry[]} legend
+ * @param {number} x
+ * @param {number} y
+ */
+export function legendEntryAt(legend, x, y) {
+  return legend.find((entry) => y >= entry.y && y < entry.y + LEGEND_LINE && x >= entry.x && x < entry.x + entry.width) ?? null;
 }
 
 /**

@@ -7,15 +7,14 @@
 // detail and are drawn instead.
 
 import { Axis, cursorTime } from "../axis.js";
-import { KIND, KINDS } from "../events.js";
 import { formatDuration } from "../format.js";
 import { FrameLoop } from "../frame_loop.js";
 import { sure } from "../sure.js";
 import { holdAt, itemAt, nextEdge } from "./find_item.js";
 import { TimelineInput } from "./input.js";
-import { describe, tipLines } from "./item_words.js";
+import { describe, legendLines, legendText, tipLines } from "./item_words.js";
 import { Painter } from "./painter.js";
-import { AXIS_HEIGHT, placeLegend, placeRows } from "./row_layout.js";
+import { AXIS_HEIGHT, legendEntryAt, placeLegend, placeRows } from "./row_layout.js";
 import { Tooltip } from "./tooltip.js";
 import { Tracks } from "./tracks.js";
 import { ViewRange } from "./view_range.js";
@@ -277,10 +276,12 @@ export class Timeline {
    * @param {number} y
    */
   hover(x, y) {
-    const { axis, tooltip } = this, hold = holdAt(this.holds, axis, x);
+    const { axis, tooltip } = this, entry = legendEntryAt(this.layout.legend, x, y);
+    const hold = entry ? null : holdAt(this.holds, axis, x);
     const found = hold ? null : itemAt({ rows: this.layout.rows, axis, open: this.open }, x, y);
     if (found) tooltip.show(tipLines(this.describe(found)), x, y);
     else if (hold) tooltip.show([`ranks held or idle for ${formatDuration(hold[1])}: cut out`], x, y);
+    else if (entry) tooltip.show(legendLines(entry.kind), x, y);
     else tooltip.hide();
     this.setHovered(found);
   }
@@ -374,7 +375,7 @@ export class Timeline {
       length > 0 || sure(kept.all[index]).length > 0 || open[index] !== null;
     const placed = placeRows(shown.all, isUsed, width);
     const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
-      const text = `${sure(KINDS[kind]).words}${kind === KIND.WAIT ? " (exposed)" : ""}`;
+      const text = legendText(kind);
       return { kind, text, textWidth: painter.widthInLegend(text) };
     });
     this.layout = { ...placed, ...placeLegend(entries, { ...placed, width }), width };

@@ -15,8 +15,8 @@ export class Tooltip {
     this.box = make("div");
     this.box.setAttribute("role", "tooltip");
     Object.assign(this.box.style, { position: "absolute", display: "none", pointerEvents: "none", zIndex: 10,
-      padding: "6px 9px", borderRadius: "5px", font: `12px/1.45 ${FONT}`, maxWidth: "340px", whiteSpace: "nowrap",
-      overflow: "hidden", textOverflow: "ellipsis", boxShadow: "0 2px 10px rgba(0,0,0,0.22)" });
+      padding: "6px 9px", borderRadius: "5px", font: `12px/1.45 ${FONT}`, width: "max-content", maxWidth: "min(340px, 100%)",
+      boxSizing: "border-box", overflowWrap: "anywhere", boxShadow: "0 2px 10px rgba(0,0,0,0.22)" });
     parent.append(this.box);
   }
 
