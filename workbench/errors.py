@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -27,6 +28,12 @@ MAX_MESSAGE = 20_000
 def without_colours(text: str) -> str:
     """Return a traceback as plain text, without the colours of a terminal."""
     return _COLOUR.sub("", text)
+
+
+def _shell_has_colours() -> bool:
+    """Return whether IPython, if it runs here, shows colours."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return str(getattr(shell, "colors", "")).lower() != "nocolor"
 
 
 def shortened(text: str) -> str:
@@ -117,7 +124,8 @@ class RankError(WorkbenchError):
 
     def _render_traceback_(self) -> list[str]:
         """Return the text that IPython shows: the rank's own traceback, then the message."""
-        return [*([self.traceback, ""] if self.traceback else []), *super()._render_traceback_()]
+        text = self.traceback if _shell_has_colours() else without_colours(self.traceback)
+        return [*([text, ""] if text else []), *super()._render_traceback_()]
 
 
 class Interrupted(WorkbenchError, KeyboardInterrupt):

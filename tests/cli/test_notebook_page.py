@@ -117,9 +117,16 @@ def test_text_of_figures_has_the_colour_of_the_pages_text(tmp_path, chromium):
     (tmp_path / "page.html").write_text(to_page(book, title="T"), encoding="utf-8")
     with open_offline(chromium, tmp_path / "page.html") as opened:
         opened.page.wait_for_selector(".gtitle")
-        assert opened.page.evaluate("getComputedStyle(document.querySelector('.gtitle')).fill") == opened.page.evaluate(
-            "getComputedStyle(document.querySelector('.jp-Notebook, main, body')).color"
-        )
+        found = []
+        for scheme in ("light", "dark"):
+            opened.page.emulate_media(color_scheme=scheme)
+            title = opened.page.evaluate("getComputedStyle(document.querySelector('.gtitle')).fill")
+            ink, behind = opened.page.evaluate(
+                "(({color, backgroundColor}) => [color, backgroundColor])(getComputedStyle(document.body))"
+            )
+            assert title == ink
+            found.append(behind)
+        assert found == ["rgb(255, 255, 255)", "rgb(17, 17, 17)"]  # the page's, not what the browser has for a page
 
 
 @pytest.mark.browser

@@ -147,6 +147,16 @@ def test_each_first_result_says_what_to_type_next(bare, monkeypatch):
     assert "next" not in bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
 
 
+@pytest.mark.parametrize("colors", ["nocolor", "linux"])
+def test_the_traceback_of_a_rank_has_the_shells_colours(notebook, colors):
+    notebook.fake.sharded()
+    notebook.shell.colors = colors
+    red = raises("ValueError", "no", traceback="\x1b[31mValueError\x1b[0m: no")
+    notebook.fake.script["step"] = [red] * 4
+    shown = "\n".join(notebook.run("%fsdp step").error._render_traceback_())
+    assert shown.startswith("ValueError: no\n" if colors == "nocolor" else "\x1b[31mValueError")
+
+
 def test_a_term_is_explained_where_it_is_first_met(bare):
     bare.ok("%fsdp start -n 2")
     bare.fake.script["shard"] = gives(SHARD_RESULT)

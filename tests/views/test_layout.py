@@ -220,6 +220,18 @@ def test_many_equal_blocks_share_bars():
     assert len(layout(trace, fold=False).layout.yaxis.ticktext) == MAX_BARS
 
 
+def test_the_bytes_of_several_parameters_in_a_row_are_those_of_each():
+    experts = [make_param((8, 2), 2, fqn=f"moe.experts.{i}.weight") for i in range(4)]
+    unit = replace(make_unit(experts[0], name="moe"), params=(*experts, make_param((8,), 2, fqn="moe.bias")))
+    assert right_labels(layout(trace_of(unit, world_size=2), fold=True)) == ("32 B each", "16 B")
+    alike = [replace(make_unit(make_param((8,), 2, fqn=f"b.{i}.w"), name=f"b.{i}"), index=i) for i in range(2)]
+    assert right_labels(layout(trace_of(*alike, world_size=2), fold=True)) == ("16 B",)
+
+
+def right_labels(fig):
+    return fig.layout.yaxis2.ticktext
+
+
 def test_few_parameters_are_drawn_one_by_one_by_default():
     assert len(layout(example_trace()).layout.yaxis.ticktext) == 24
     assert len(layout(example_trace(), fold=True).layout.yaxis.ticktext) == 10

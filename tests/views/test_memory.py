@@ -158,6 +158,8 @@ def test_missing_activations_are_mentioned_only_if_missing():
     fig = memory(simulate(Setup(activations=True)))
     assert "activations are not measured" not in subtitle(fig)
     assert "activations" in [t.name for t in areas(fig)]
+    assert "MiB besides activations: parameters " in subtitle(fig)
+    assert "without sharding, besides activations" in [t.name for t in fig.data]
 
 
 def test_of_many_moments_few_are_drawn_but_never_without_the_peak():

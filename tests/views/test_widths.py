@@ -28,7 +28,7 @@ from workbench.widgets.js_bundle import joined
 
 pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
-WIDTHS = (250, 300, 320, 400, 500, 600, 700, 1400, 2000)
+WIDTHS = (180, 250, 300, 320, 400, 500, 600, 700, 1400, 2000)
 TALK_WIDTHS = (375, 450, 600, 2000)
 TRACES = ("deep", "held", "copies", "many")
 

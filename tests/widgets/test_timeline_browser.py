@@ -92,6 +92,15 @@ def test_hovering_shows_kind_unit_bytes_duration_and_rank(page):
     assert not page.get_by_role("tooltip", include_hidden=True).is_visible()
 
 
+def test_a_row_of_other_collectives_has_the_name_of_their_only_kind(page):
+    page.evaluate("timeline.setTracks([...made(1, 3)[0], {name: 'other', rank: 0}])")
+    names = []
+    for kind in (Kind.ALL_REDUCE, Kind.ALL_REDUCE, Kind.BROADCAST):
+        page.evaluate("(kind) => timeline.append(12, {...made(2, 1)[1][0], kind: new Uint8Array(2).fill(kind)})", kind)
+        names.append({each["name"] for each in stats(page)["places"]} - {"compute", "all-gather", "wait"})
+    assert names == [{"reduce-scatter", "all-reduce"}] * 2 + [{"reduce-scatter", "other"}]
+
+
 @pytest.mark.parametrize("width", [1200, 250])
 def test_the_legend_says_what_its_words_mean(page, width):
     page.evaluate("(width) => { place.style.width = `${width}px`; }", width)

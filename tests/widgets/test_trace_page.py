@@ -246,6 +246,14 @@ def test_an_empty_trace_is_a_page_too(chromium, tmp_path):
         assert opened.complaints == []
 
 
+def test_its_head_names_the_policy():
+    trace = simulate(Setup(copies=2, reshard_after_forward=False))
+    assert (
+        "3 steps (0 to 2), 2,304 events; HSDP 2x2: 2 replicas, each sharded over 2 ranks; unsharded from forward to "
+        "backward. Drag in a panel"
+    ) in page(trace, "run")
+
+
 def test_a_hundred_steps_of_four_ranks_of_the_tours_size_take_at_most_10_mb():
     trace = simulate(Setup(num_ranks=4, num_units=6, steps=100))
     assert trace.num_rows > 95_000  # the tour's model records 240 events per step and rank

@@ -21,7 +21,11 @@ _TEMPLATE = """
 {%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js -%}
 <script>{{ resources.plotly_js }}</script>
+<meta name="color-scheme" content="light dark">
 <style>{{ resources.figures_css }}</style>
+{%- endblock -%}
+{%- block html_head_css -%}
+<style>@media screen and (prefers-color-scheme: dark) { {{ resources.dark_css }} }</style>
 {%- endblock -%}
 {%- block body_footer -%}
 <script type="module">{{ resources.figures_js }}</script>
@@ -46,7 +50,10 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
         if cell.cell_type == "code":
             cell.outputs = [drawn for output in cell.outputs if (drawn := _without_kernel(output)) is not None]
     exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
+    template_files = exporter.environment.loader
+    assert template_files is not None  # the exporter makes one
     inside = {
+        "dark_css": template_files.get_source(exporter.environment, "static/theme-dark.css")[0],
         "plotly_js": get_plotlyjs(),
         "figures_css": (STATIC / "figures.css").read_text("utf-8"),
         "figures_js": joined("notebook.js"),

@@ -60,7 +60,7 @@ class Report(ABC):
         """Return the report as HTML; ``text`` returns the value of a fact as HTML."""
         rows = "".join(
             f'<tr><td style="text-align:left;white-space:nowrap;{_MUTED}">{html.escape(name)}</td>'
-            f'<td style="text-align:left">{text(value)}</td></tr>'
+            f'<td style="text-align:left;overflow-wrap:anywhere">{text(value)}</td></tr>'
             for name, value in self.facts()
         )
         table = f'<table style="margin:4px 0 0 0">{rows}</table>' if rows else ""

@@ -422,9 +422,7 @@ def _bar(segments: list[Segment]) -> dict[str, object]:
 
 def _add_labels(fig: go.Figure, places: list[Place]) -> None:
     """Label the right edge with the bytes that a rank keeps of each parameter."""
-    sizes = {
-        _middle(y, p): format_bytes(p[0].bytes_at_rest) for y, p in enumerate(places) if not isinstance(p, LabelRow)
-    }
+    sizes = {_middle(y, p): _size(p) for y, p in enumerate(places) if not isinstance(p, LabelRow)}
     fig.add_scatter(x=[None], y=[None], yaxis="y2", showlegend=False, hoverinfo="skip")
     fig.update_layout(
         yaxis2={
@@ -439,6 +437,12 @@ def _add_labels(fig: go.Figure, places: list[Place]) -> None:
             "showline": False,
         }
     )
+
+
+def _size(group: Group) -> str:
+    """Return the bytes that a rank keeps of a parameter; of several in a unit, ``"4.00 KiB each"``."""
+    has_more = len({part.unit.index for part in group}) < len(group)
+    return f"{format_bytes(group[0].bytes_at_rest)}{' each' if has_more else ''}"
 
 
 def _over_bars(places: list[Place], pixels: float, left: int = 0) -> list[dict[str, object]]:
@@ -502,7 +506,7 @@ def _small_tick(group: Group, pixels: int) -> str:
     """Return the label of a bar on a narrow page: its name, and below it its shape and the bytes on a rank."""
     letters = int((pixels - 2 * _STANDOFF) / _SMALL_LETTER)
     name, shape = _name_and_shape(group)
-    num_bytes = format_bytes(group[0].bytes_at_rest).replace(" ", _FIXED_SPACE)
+    num_bytes = _size(group).replace(" ", _FIXED_SPACE)
     below = in_lines(f"{shape}, {num_bytes}", letters, 1)
     return "<br>".join(map(theme.escape, [theme.shorten(name, letters), *below]))
 

@@ -228,7 +228,7 @@ def _subtitle(
         _kept_for_backward(header, top) if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
         f"pools keep up to {format_bytes(reserved)} more for reuse" if reserved else "",
-        _unsharded_words(unsharded),
+        _unsharded_words(unsharded, " besides activations" if measured else ""),
         *more,
     ]
     return theme.begun(theme.joined(sentences))
@@ -243,11 +243,11 @@ def _kept_for_backward(header: Header, panel: MemoryPanel) -> str:
     return f"activations at the peak: {', '.join(parts)}{more}" if total else ""
 
 
-def _unsharded_words(unsharded: dict[str, int]) -> str:
+def _unsharded_words(unsharded: dict[str, int], besides: str) -> str:
     """Return ``"without sharding, every rank would keep 8.00 MiB: parameters 2.00 MiB, ..."``."""
     parts = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in unsharded.items())
     whole = format_bytes(sum(unsharded.values()))
-    return f"without sharding, every rank would keep {whole}: {parts}" if unsharded else ""
+    return f"without sharding, every rank would keep {whole}{besides}: {parts}" if unsharded else ""
 
 
 def _who(header: Header, panel: MemoryPanel, panels: Sequence[MemoryPanel]) -> str:
@@ -310,7 +310,8 @@ def _draw(
         span = 0.0, high / scale.num_bytes
         add_holds(fig, cuts, time, span, legendgroup="held", showlegend=row == 1, row=row, col=1)
         if unsharded and is_near:
-            _add_unsharded(fig, unsharded, scale, row)
+            has_activations = Category.ACTIVATIONS in classes
+            _add_unsharded(fig, unsharded, scale, row, has_activations=has_activations)
         if len(panels) > 1:
             annotation = {"text": theme.escape(_who(header, panel, panels)), "yshift": STRIP_HEIGHT, "showarrow": False}
             fig.add_annotation(**_place(row, 0, 1), yanchor="bottom", **annotation)
@@ -444,13 +445,13 @@ def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, 
     )
 
 
-def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int) -> None:
+def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int, *, has_activations: bool) -> None:
     fig.add_scatter(
         x=scale.time.layout["range"],
         y=[unsharded / scale.num_bytes] * 2,
         mode="lines",
         line={"dash": "dash", "width": 2, "color": theme.INK},
-        name="without sharding",
+        name="without sharding, besides activations" if has_activations else "without sharding",
         legendgroup="unsharded",
         showlegend=row == 1,
         hovertemplate=f"%{{y:.4g}} {scale.byte_unit}",

@@ -24,7 +24,7 @@ from workbench.views import theme
 LEAST = 300
 """Pixels of the narrowest page into which every figure fits."""
 
-WIDTHS = (1600, 1200, 900, 700, theme.NARROWEST, 500, 400, 350, LEAST, 250)
+WIDTHS = (1600, 1200, 900, 700, theme.NARROWEST, 500, 400, 350, LEAST, 250, 180)
 """Page widths in pixels with separate layouts; a page between two uses that of the narrower one."""
 
 SIDE = 12

@@ -111,7 +111,9 @@ def timeline(
     names, folded = _chosen(trace.header, parts, waited_ns)
     between_ns = error_ns(Trace(trace.header, tuple(map(shown.stateless, trace.ranks))))
     last = _last(drawn, between_ns)
-    blocks = _blocks(drawn, shown, [part for part in parts if part.rank in names], names, last)
+    state = _state(trace, shown, parts)
+    named = [part for part in parts if part.rank in names]
+    blocks = _blocks(drawn, named, names, last, goes_on=state is _RUNS)
     bars = _bars(blocks)
     if not len(bars):
         return theme.empty(theme.NO_STEP)
@@ -119,7 +121,7 @@ def timeline(
     grid = Grid(num_blocks=len(blocks), tracks=tuple(used))
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
-        _title(drawn, shown, _state(trace, shown, parts), parts, blocks, waited_ns),
+        _title(drawn, shown, state, parts, blocks, waited_ns),
         _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
         **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
@@ -180,11 +182,16 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
 
 
 def _blocks(
-    drawn: DrawnSteps, shown: Window, parts: Sequence[RankTrace], names: dict[int, str], last: dict[int, LastArrivals]
+    drawn: DrawnSteps,
+    parts: Sequence[RankTrace],
+    names: dict[int, str],
+    last: dict[int, LastArrivals],
+    *,
+    goes_on: bool,
 ) -> list[RankBlock]:
     begin_ns = min((int(part.rows["t_ns"].min()) for part in parts), default=0)
     end_ns = max((last_ns(part.rows) for part in parts), default=0)
-    if not all(shown.has_ended(part) for part in parts):
+    if goes_on:
         end_ns += max(int(_OPEN * (end_ns - begin_ns)), 1)
     return [
         RankBlock(
@@ -207,9 +214,12 @@ def _blocks(
 def _state(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> str:
     """Return what follows the name of the steps in the title, with ``{}`` for the duration."""
     if all(shown.has_ended(part) for part in parts):
-        return ": {}"
+        return _ENDED
     whole = Trace(trace.header, tuple(trace.rank(part.rank) for part in parts))
-    return " was aborted: {} until then" if shown.unfinished(whole) == "aborted" else " has not ended: {} so far"
+    return _ABORTED if shown.unfinished(whole) == "aborted" else _RUNS
+
+
+_ENDED, _ABORTED, _RUNS = ": {}", " was aborted: {} until then", " has not ended: {} so far"
 
 
 def _title(

@@ -15,6 +15,7 @@ import json
 from plotly.offline import get_plotlyjs
 
 from workbench.base.text_formats import plural
+from workbench.reports.results import sharded_models
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.widgets.js_bundle import STATIC, joined
@@ -85,8 +86,10 @@ def page(trace: Trace, title: str) -> str:
 def _about(trace: Trace) -> str:
     found = steps(trace)
     ran = f"{plural(len(found), 'step')} ({found[0]} to {found[-1]})" if found else "no steps"
+    policy = dict.fromkeys(phrase for model in sharded_models(trace.header) for phrase in model.policy)
+    what = [f"A recording of {plural(len(trace.ranks), 'rank')}, {ran}, {plural(trace.num_rows, 'event')}", *policy]
     return (
-        f"A recording of {plural(len(trace.ranks), 'rank')}, {ran}, {plural(trace.num_rows, 'event')}. "
+        f"{'; '.join(what)}. "
         "Drag in a panel or on the axis to move the cursor; the left and right arrow keys move by one event."
     )
 

@@ -198,11 +198,11 @@ export class Painter {
     pen.textBaseline = "middle";
     /** @type {number | null} */
     let before = null;
-    for (const { track, y, height } of rows) {
+    for (const { track, name, y, height } of rows) {
       const size = Math.min(12, height);
       pen.font = `${size}px ${FONT}`;
       Object.assign(pen, { textAlign: "right", fillStyle: this.skin.soft });
-      pen.fillText(track.name, axis.left - 10, y + height / 2 + 0.5);
+      pen.fillText(name, axis.left - 10, y + height / 2 + 0.5);
       if (track.rank !== before) {
         pen.font = `600 ${size}px ${FONT}`;
         Object.assign(pen, { textAlign: "left", fillStyle: this.skin.ink });

@@ -12,7 +12,9 @@ const SQUARE = 18; // of the legend, with the gap behind it
 const BETWEEN_ENTRIES = 14; // of the legend
 const LEGEND_LINE = 20;
 
-/** @typedef {{ index: number, track: Track, y: number, height: number }} Row */
+export const OTHER = "other"; // track of collectives that have none of their own
+
+/** @typedef {{ index: number, track: Track, name: string, y: number, height: number }} Row */
 
 /** @typedef {{ kind: number, text: string, x: number, y: number, width: number }} LegendEntry */
 
@@ -23,9 +25,10 @@ const LEGEND_LINE = 20;
  * @param {readonly Track[]} tracks
  * @param {(track: Track, index: number) => boolean} isUsed
  * @param {number} width
+ * @param {string} other the name of rows of other collectives
  * @returns {RowLayout}
  */
-export function placeRows(tracks, isUsed, width) {
+export function placeRows(tracks, isUsed, width, other) {
   const used = new Set(tracks.filter(isUsed).map(({ name }) => name));
   const seen = tracks.map((track, index) => ({ track, index })).filter(({ track }) => used.has(track.name));
   const [least, most] = ROW_HEIGHTS;
@@ -34,7 +37,7 @@ export function placeRows(tracks, isUsed, width) {
   let y = AXIS_HEIGHT + 4;
   for (const rank of new Set(seen.map(({ track }) => track.rank))) {
     for (const { track, index } of seen.filter((entry) => entry.track.rank === rank)) {
-      rows.push({ track, index, y, height: height - 2 });
+      rows.push({ track, index, name: track.name === OTHER ? other : track.name, y, height: height - 2 });
       y += height;
     }
     y += GAP;

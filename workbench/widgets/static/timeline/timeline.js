@@ -7,6 +7,7 @@
 // detail and are drawn instead.
 
 import { Axis, cursorTime } from "../axis.js";
+import { KINDS } from "../events.js";
 import { formatDuration } from "../format.js";
 import { FrameLoop } from "../frame_loop.js";
 import { sure } from "../sure.js";
@@ -14,7 +15,7 @@ import { holdAt, itemAt, nextEdge } from "./find_item.js";
 import { TimelineInput } from "./input.js";
 import { describe, legendLines, legendText, tipLines } from "./item_words.js";
 import { Painter } from "./painter.js";
-import { AXIS_HEIGHT, legendEntryAt, placeLegend, placeRows } from "./row_layout.js";
+import { AXIS_HEIGHT, OTHER, legendEntryAt, placeLegend, placeRows } from "./row_layout.js";
 import { Tooltip } from "./tooltip.js";
 import { Tracks } from "./tracks.js";
 import { ViewRange } from "./view_range.js";
@@ -68,6 +69,8 @@ export class Timeline {
     this.units = [];
     /** @type {Set<number>} */
     this.kinds = new Set();
+    /** @type {Set<number>} */
+    this.others = new Set(); // kinds on the track of other collectives
     this.range = new ViewRange();
     /** @type {Layout} */
     this.layout = { rows: [], legend: [], left: 0, bottom: 0, width: 0, height: 0 };
@@ -100,7 +103,7 @@ export class Timeline {
       range: [range.low, range.high], plot: { left: axis.left, top: AXIS_HEIGHT, width: axis.width },
       counts: tracks.all.map(({ length }) => length), isClose: this.close !== null,
       holds: this.holds.map(([at, length]) => ({ at, length, x: axis.x(at) })),
-      places: rows.map(({ track, y, height }) => ({ name: track.name, label: track.label, y, height })) };
+      places: rows.map(({ track, name, y, height }) => ({ name, label: track.label, y, height })) };
   }
 
   /** @param {readonly TrackName[]} tracks all tracks, the earlier ones first */
@@ -117,7 +120,7 @@ export class Timeline {
    */
   append(index, items) {
     this.kept.append(index, items);
-    this.meet(items.kind);
+    this.meet(index, items.kind);
     this.range.include(items);
     if (this.kept.count > (this.options.maxItems ?? MAX_ITEMS)) {
       this.kept.forget();
@@ -133,7 +136,7 @@ export class Timeline {
    */
   setOpen(index, items) {
     this.open[index] = items.start.length ? items : null;
-    this.meet(items.kind);
+    this.meet(index, items.kind);
     this.range.include(items);
     this.layOut();
   }
@@ -147,7 +150,7 @@ export class Timeline {
     this.close = items && new Tracks(this.kept.all);
     items?.forEach((found, index) => {
       this.close?.append(index, found);
-      this.meet(found.kind);
+      this.meet(index, found.kind);
     });
     this.leave();
     this.layOut();
@@ -360,12 +363,16 @@ export class Timeline {
 
   /**
    * Add kinds to the legend.
+   * @param {number} index of their track
    * @param {Uint8Array} kinds
    */
-  meet(kinds) {
-    const found = new Uint8Array(256); // a set would be asked once per item
+  meet(index, kinds) {
+    const found = new Uint8Array(256), isOther = this.kept.all[index]?.name === OTHER; // a set would be asked once per item
     for (const kind of kinds) found[kind] = 1;
-    found.forEach((isThere, kind) => { if (isThere) this.kinds.add(kind); });
+    found.forEach((isThere, kind) => {
+      if (isThere) this.kinds.add(kind);
+      if (isThere && isOther) this.others.add(kind);
+    });
   }
 
   /** Place all rows and the legend, and draw. */
@@ -373,7 +380,8 @@ export class Timeline {
     const { kept, shown, open, painter, layout: { width } } = this;
     const isUsed = (/** @type {{ length: number }} */ { length }, /** @type {number} */ index) =>
       length > 0 || sure(kept.all[index]).length > 0 || open[index] !== null;
-    const placed = placeRows(shown.all, isUsed, width);
+    const [other = NaN, ...more] = this.others, name = more.length ? OTHER : KINDS[other]?.words ?? OTHER;
+    const placed = placeRows(shown.all, isUsed, width, name);
     const entries = [...this.kinds].sort((a, b) => a - b).map((kind) => {
       const text = legendText(kind);
       return { kind, text, textWidth: painter.widthInLegend(text) };
