@@ -444,6 +444,12 @@ class Workbench:
         session = self._session
         return session is not None and session.cluster.is_free
 
+    @property
+    def one_job(self) -> str:
+        """The launcher that starts and ends all ranks as one job, which :meth:`heal` cannot replace; empty: it can."""
+        session = self._session
+        return "" if session is None else session.cluster.one_job
+
     def stop(self, on_notice: OnNotice = no_notice) -> str | None:
         """Stop the ranks, if any run. The trace is kept.
 

@@ -39,6 +39,7 @@ const ACTIONS: readonly Action[] = [
   { id: "fsdp:next-phase", label: "Run to the Next Phase", able: "goOn", command: { word: "next", what: "phase" } },
   { id: "fsdp:continue", label: "Continue", able: "goOn", command: { word: "continue" } },
   { id: "fsdp:abort", label: "Abort", able: "abort", command: { word: "abort" } },
+  { id: "fsdp:heal", label: "Replace Ranks That Died", able: "heal", command: { word: "heal" } },
   { id: "fsdp:lint", label: "Lint the Model", able: "lint", command: { word: "lint" } },
   { id: "fsdp:verify", label: "Verify a Step", able: "step", command: { word: "verify" } },
   { id: "fsdp:fault", label: "Inject a Random Fault", able: "step", command: { word: "fault", name: "random" } },

@@ -99,6 +99,7 @@ export interface ClusterState {
   readonly outlives: boolean;
   readonly held_by: string;
   readonly is_free: boolean;
+  readonly one_job: string;
   readonly cores: number;
 }
 

@@ -23,6 +23,8 @@ export interface Can {
   readonly pause: boolean;
   readonly goOn: boolean;
   readonly abort: boolean;
+  /** Replace ranks that are gone. */
+  readonly heal: boolean;
 }
 
 /** The state in one line. */
@@ -59,6 +61,7 @@ export function can(state: State | null, prepared: Prepared = READY): Can {
     pause: isPossible("pause"),
     goOn: isPossible("goOn"),
     abort: isPossible("abort"),
+    heal: isPossible("heal"),
   };
 }
 
@@ -66,11 +69,11 @@ export function can(state: State | null, prepared: Prepared = READY): Can {
 export function obstacles(state: State | null, prepared: Prepared = READY): Readonly<Record<keyof Can, string>> {
   const request = state?.request ?? null;
   const { is_running: isRunning = false, outlives = false, held_by: holder = "" } = state?.cluster ?? {};
-  const gone = (state?.ranks ?? []).filter(({ health }) => health === "gone").map(({ rank }) => rank);
+  const gone = goneOf(state);
   const none = isRunning ? "" : "No ranks are running: start some first.";
   const change = exchanging(state);
   const held = holder === "" ? "" : `${holder} controls these ranks.`;
-  const lost = gone.length === 0 ? "" : `${ranksInWords(gone)} ${gone.length === 1 ? "is" : "are"} gone: stop the ranks, then start them again.`;
+  const lost = gone.length === 0 ? "" : `${ranksInWords(gone)} ${gone.length === 1 ? "is" : "are"} gone: ${lower(whatIsLeft(state))}`;
   const busy = request === null ? "" : `${request.line} ${request.is_stopped ? "is stopped: continue or abort it first." : "is still running."}`;
   const idle = request === null ? "Nothing is running." : "";
   return {
@@ -82,7 +85,31 @@ export function obstacles(state: State | null, prepared: Prepared = READY): Read
     pause: none || held || idle || (request?.is_stopped === true ? "The ranks are stopped already." : ""),
     goOn: none || held || lost || idle || (request?.is_stopped === true ? "" : "The ranks are not stopped: pause them first."),
     abort: held || idle,
+    heal: none || change || held || (gone.length === 0 ? "All ranks run." : "") || busy || (isReplaceable(state) ? "" : whatIsLeft(state)),
   };
+}
+
+/** The ranks whose processes have ended. */
+export function goneOf(state: State | null): readonly number[] {
+  return (state?.ranks ?? []).filter(({ health }) => health === "gone").map(({ rank }) => rank);
+}
+
+/** Whether processes can take the place of the ranks that are gone. */
+export function isReplaceable(state: State | null): boolean {
+  const gone = goneOf(state);
+  return gone.length > 0 && gone.length < (state?.ranks.length ?? 0) && state?.cluster.one_job === "";
+}
+
+/** What to do about ranks that are gone, a sentence. */
+function whatIsLeft(state: State | null): string {
+  if (isReplaceable(state)) return "Replace what is gone, or stop the ranks.";
+  const launcher = state?.cluster.one_job ?? "";
+  const why = launcher === "" || goneOf(state).length === state?.ranks.length ? "" : `, as ${launcher} starts all of them as one job`;
+  return `Stop the ranks, then start them again${why}.`;
+}
+
+function lower(text: string): string {
+  return `${text.slice(0, 1).toLowerCase()}${text.slice(1)}`;
 }
 
 /** Shown until the models of the ranks are known. */
@@ -189,7 +216,7 @@ export function headline(state: State, isGivingUp = false): Headline {
     const alike = new Map<string, number[]>();
     for (const { rank, where } of gone) alike.set(where, [...(alike.get(where) ?? []), rank]);
     const text = [...alike].map(([how, which]) => `${ranksInWords(which)} ${how}`).join("; ");
-    const todo = state.request === null ? "Stop the ranks, then start them again." : "Abort, then stop the ranks and start them again.";
+    const todo = state.request === null ? whatIsLeft(state) : "Abort what still runs first.";
     return { tone: "bad", text, todo };
   }
   const { request, cluster } = state;

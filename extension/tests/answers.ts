@@ -40,6 +40,7 @@ export const ANSWERS = {
       "outlives": false,
       "held_by": "",
       "is_free": false,
+      "one_job": "",
       "cores": 2
     },
     "ranks": [

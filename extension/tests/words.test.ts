@@ -114,6 +114,7 @@ describe("states of units", () => {
   });
 });
 
+const SLURM = "Stop the ranks, then start them again, as ipyparallel's SlurmEngineSetLauncher starts all of them as one job.";
 const GONE = rank(1, { health: "gone", where: "died: ended by signal 9" });
 
 describe("what can be done", () => {
@@ -142,7 +143,7 @@ describe("a control that cannot be used", () => {
     ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell, and run the cell."],
     ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
     ["while it is stopped", state({ request: STOPPED }), prepared, "%fsdp step 40 is stopped: continue or abort it first."],
-    ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: stop the ranks, then start them again."],
+    ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: replace what is gone, or stop the ranks."],
     ["of another notebook", state({ cluster: cluster({ held_by: "ada's notebook" }) }), prepared, "ada's notebook controls these ranks."],
     ["when nothing is missing", state(), prepared, ""],
   ])("says why there is no step %s", (_name, told, has, wanted) => {
@@ -194,14 +195,31 @@ describe("starting and stopping", () => {
   });
 });
 
+describe("a rank that is gone", () => {
+  const ranks = [rank(0), GONE], slurm = cluster({ one_job: "ipyparallel's SlurmEngineSetLauncher" });
+
+  it.each([
+    ["is replaced", { ranks }, "", "Replace what is gone, or stop the ranks."],
+    ["is not, while others run", { ranks, request: STEP }, "%fsdp step 40 is still running.", "Abort what still runs first."],
+    ["is not, while it is being replaced", { ranks, cluster: cluster({ exchange: "start" }) }, "Starting or attaching ranks.", "Replace what is gone, or stop the ranks."],
+    ["is not, if all are gone", { ranks: [GONE] }, "Stop the ranks, then start them again.", "Stop the ranks, then start them again."],
+    ["is not, in one job", { ranks, cluster: slurm }, SLURM, SLURM],
+    ["is not, for another notebook", { ranks, cluster: cluster({ held_by: "ada" }) }, "ada controls these ranks.", "Replace what is gone, or stop the ranks."],
+    ["is nowhere", {}, "All ranks run.", undefined],
+  ])("%s", (_name, more, why, advice) => {
+    const found = state(more);
+    expect([obstacles(found).heal, headline(found).todo]).toEqual([why, advice]);
+    expect(can(found).heal).toBe(why === "");
+  });
+});
+
 describe("the headline", () => {
   it("says first which rank is gone, even while others are stopped", () => {
     expect(headline(state({ ranks: [rank(0), GONE], request: STOPPED }))).toEqual({
       tone: "bad",
       text: "rank 1 died: ended by signal 9",
-      todo: "Abort, then stop the ranks and start them again.",
+      todo: "Abort what still runs first.",
     });
-    expect(headline(state({ ranks: [rank(0), GONE] })).todo).toBe("Stop the ranks, then start them again.");
     const killed = [2, 3].map((number) => rank(number, { health: "gone", where: "died: killed" }));
     expect(headline(state({ ranks: [rank(0), GONE, ...killed] })).text).toBe("rank 1 died: ended by signal 9; ranks 2-3 died: killed");
   });
@@ -268,7 +286,7 @@ describe("what a screen reader is told", () => {
 
   it("is where ranks are stopped, and what to do about one that is gone", () => {
     expect(announcement(state({ request: STOPPED }))).toBe("2 ranks stopped before all-gather of blocks.2, step 11 (breakpoint 1)");
-    expect(announcement(state({ ranks: [rank(0), GONE] }))).toMatch(/^rank 1 died.* Stop the ranks/);
+    expect(announcement(state({ ranks: [rank(0), GONE] }))).toMatch(/^rank 1 died.* Replace what is gone/);
   });
 });
 

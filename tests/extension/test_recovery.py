@@ -126,6 +126,16 @@ def test_a_killed_rank_is_named_everywhere_and_the_status_bar_is_red(lab):
     assert red > 2 * max(green, blue)
     shot(lab, "killed")
     expect(tool(lab, "Abort")).to_be_disabled()  # the step has failed on rank 0 too; otherwise a dialog asks
+
+
+def test_a_button_replaces_the_killed_rank_and_training_goes_on(lab):
+    panel(lab).get_by_role("button", name="Replace rank 1").click()
+    expect(panel(lab)).to_contain_text("rank 1 was replaced in")
+    expect(headline(lab)).to_contain_text("2 ranks, idle")
+    tool(lab, "Train 1 step").click()
+    expect(section(lab, "Commands")).to_contain_text("%fsdp step --background")
+    expect(headline(lab)).to_contain_text("2 ranks, idle")
+    shot(lab, "replaced")
     tool(lab, "Stop the ranks").click()
     expect(section(lab, "Commands")).to_contain_text("Ranks stopped.")
     expect(section(lab, "Ranks")).to_have_count(0)

@@ -108,6 +108,7 @@ EXAMPLES: tuple[PanelAnswer, ...] = (
             outlives=False,
             held_by="",
             is_free=False,
+            one_job="",
             cores=2,
         ),
         ranks=(_rank(0), _rank(1)),

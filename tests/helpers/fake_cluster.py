@@ -331,6 +331,7 @@ class FakeCluster:
     held_by = ""
     is_free = False
     outlives = False
+    one_job = ""
 
     def detach(self) -> None:
         self.started = False

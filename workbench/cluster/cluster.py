@@ -593,6 +593,11 @@ class Cluster:
         """Whether the engines were started elsewhere and keep running after :meth:`stop`."""
         return self._target is not None
 
+    @property
+    def one_job(self) -> str:
+        """The launcher that starts and ends all ranks as one job, which cannot be replaced alone; empty: each can."""
+        return "" if self._place is None else self._place.one_job
+
     def _ask_who_holds(self, channels: Channels) -> None:
         """Check every ``_WHO_S`` seconds whether another notebook has taken or released attached ranks."""
         now = time.monotonic()

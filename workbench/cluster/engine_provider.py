@@ -67,6 +67,11 @@ class EngineProvider(ABC):
     is_remote = False
     tells_ends = False
 
+    @property
+    def one_job(self) -> str:
+        """The launcher that starts and ends all engines as one job, so none can be replaced alone; empty: each can."""
+        return ""
+
     @abstractmethod
     def wait_for_controller(self) -> Path:
         """Wait until the controller listens, and return its connection file for clients.

@@ -223,6 +223,11 @@ class IppLaunch(EngineProvider):
         """The launcher's name, for messages."""
         return f"ipyparallel's {self._launcher_class.__name__}"
 
+    @property
+    def one_job(self) -> str:
+        """The launcher, unless it starts engines here or over ssh, one by one."""
+        return "" if self._is_here or self._is_ssh else self._words
+
     def _check_installed(self) -> None:
         """Check that the launcher can run, before the controller is started, which takes seconds.
 
@@ -314,9 +319,9 @@ class IppLaunch(EngineProvider):
             UsageError: the launcher starts all engines at once.
             ClusterError: it failed.
         """
-        if not (self._is_here or self._is_ssh):
+        if self.one_job:
             raise UsageError(
-                f"{self._words} starts and ends all engines as one job, so {ranks_in_words(ranks)} cannot be replaced "
+                f"{self.one_job} starts and ends all engines as one job, so {ranks_in_words(ranks)} cannot be replaced "
                 "alone: %fsdp stop, then %fsdp start"
             )
         more: dict[str, Any] = {}

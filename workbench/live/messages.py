@@ -372,6 +372,7 @@ class ClusterState:
         outlives: whether the rank processes existed before; ``detach`` leaves them running.
         held_by: name of another controller of the ranks, which can only be viewed here then; empty: none.
         is_free: whether their notebook has released the ranks, so that they can be attached here.
+        one_job: launcher that starts and ends all ranks as one job, so that ``heal`` cannot replace one; empty: it can.
         cores: cores of the kernel's host, which ranks started there share.
     """
 
@@ -386,6 +387,7 @@ class ClusterState:
     outlives: bool = False
     held_by: str = ""
     is_free: bool = False
+    one_job: str = ""
     cores: int = 1
 
 

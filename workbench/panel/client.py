@@ -196,6 +196,7 @@ class Client:
             exchange=workbench.exchange,  # read after the pulse: missing ranks are stopped or stopping
             outlives=workbench.outlives,
             held_by=workbench.held_by,
+            one_job=workbench.one_job,
             cores=workbench.cores,
         )
         state = panel_state(number, self._views.live, cluster, self._units)

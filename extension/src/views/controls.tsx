@@ -5,8 +5,8 @@ import * as React from "react";
 import { formatDuration, formatLoss } from "../../../workbench/widgets/static/format.js";
 import type { PanelModel } from "../model";
 import type { Command, Next, State, TrainingSummary } from "../protocol";
-import { announcement, count as counted, headline, isTable, obstacles, pageWritten } from "../words";
-import { Choice, ReplyText, Text, Tool } from "./parts";
+import { announcement, count as counted, goneOf, headline, isReplaceable, isTable, obstacles, pageWritten, ranksInWords } from "../words";
+import { Action, Choice, ReplyText, Text, Tool } from "./parts";
 
 const SIZES = ["event", "collective", "unit", "phase"] as const;
 
@@ -58,11 +58,31 @@ export function Controls({ model, state, tabulate, openPage }: ControlsProps): R
         {head.short ?? head.text}
         {head.todo === undefined ? null : <span className="fsdp-Todo">{head.todo}</span>}
       </p>
+      {isReplaceable(state) ? <Replace model={model} state={state} why={why.heal} /> : null}
       <p className="fsdp-unseen" role="status" aria-label="state of the ranks">
         {announcement(state, model.isGivingUp)}
       </p>
       <Numbers training={state.training} />
     </div>
+  );
+}
+
+const HEAL: Command = { word: "heal" };
+
+/** The button that replaces ranks whose processes have ended. */
+function Replace({ model, state, why }: Pick<ControlsProps, "model" | "state"> & { readonly why: string }): React.JSX.Element {
+  return (
+    <p className="fsdp-Notice">
+      <Action
+        className="jp-mod-styled jp-mod-accept"
+        isEnabled={why === ""}
+        title={why || "Start processes for them, run the cells again on all ranks, and go on from the newest snapshot"}
+        run={() => void model.do(HEAL)}
+        command={HEAL}
+      >
+        {state.cluster.exchange === "start" ? "Replacing" : "Replace"} {ranksInWords(goneOf(state))}
+      </Action>
+    </p>
   );
 }
 
