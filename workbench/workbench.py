@@ -49,6 +49,7 @@ from workbench.protocol.commands import (
     Save,
     Shard,
     ShardReply,
+    ShowOutput,
     Start,
     Step,
     Unshard,
@@ -69,6 +70,7 @@ from workbench.reports.fit_report import FitReport
 from workbench.reports.heal_report import HealReport
 from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
+from workbench.reports.output_report import OutputReport
 from workbench.reports.pause_results import (
     BackgroundReport,
     BackReport,
@@ -105,6 +107,7 @@ from workbench.reports.view_numbers import CompareReport, ViewReport, compared, 
 from workbench.script.fit_search import FitSearch
 from workbench.script.planner import plan_program
 from workbench.session.healing import heal
+from workbench.session.output_log import OutputLog
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.program import CompletedCommand, Program
 from workbench.session.request import OnProgress, RequestListener, no_output, no_progress
@@ -274,6 +277,7 @@ class Workbench:
         self._target = AttachTarget()  # of the last attach
         self._last = ClusterSnapshot(trace=Trace.empty())
         self._program = Program()
+        self._output = OutputLog(0)
         self._planned: Trace | None = None
         self._past: deque[PastCommand] = deque(maxlen=MAX_PAST)
         self.record = ""
@@ -489,7 +493,10 @@ class Workbench:
             Interrupted: Ctrl-C; call it again.
         """
         with self._exchanging("start"):
-            return heal(self._started(), self._noting(on_wait), on_notice)
+            session = self._started()
+            report = heal(session, self._noting(on_wait), on_notice)
+            session.output.note(f"%fsdp heal: {report.headline}", is_error=bool(report.problem))
+            return report
 
     def detach(self, on_notice: OnNotice = no_notice) -> None:
         """Release attached ranks, which keep their variables; the trace is kept.
@@ -596,8 +603,8 @@ class Workbench:
         self.cursor = None
 
     def _keep_record(self, session: Session) -> None:
-        self._last = ClusterSnapshot(trace=session.trace, policies=session.policies)
-        self._program = session.program
+        self._last = ClusterSnapshot(trace=session.trace, policies=session.policies, output=session.output.version)
+        self._program, self._output = session.program, session.output
 
     def _check_replaceable(self, word: str, more: str = "") -> None:
         """Raise UsageError if any rank is alive; the message says to stop the ranks before ``word``."""
@@ -702,6 +709,8 @@ class Workbench:
         """Run a cell in the stopped step's own threads."""
         inside = session.do_inside("run a cell in", RunCell(code=code), ranks)
         texts = {rank: done.text for rank, done in sorted(inside.done.items())}
+        for rank, text in texts.items():
+            session.output.write(rank, text)
         remarks = written_at_once(texts, on_output)
         if inside.error is not None:
             raise inside.error
@@ -1374,6 +1383,29 @@ class Workbench:
     def history(self, n: int = 0) -> HistoryReport:
         """Return the newest ``n`` commands of the history; 0: all that it keeps."""
         return HistoryReport(commands=tuple(self._past)[-n:])
+
+    def output(self, *, rank: int | None = None, lines: int = ShowOutput.lines) -> OutputReport:
+        """Return the newest lines that ranks printed, and how cells and commands ended, also what no front end showed.
+
+        They are those since the ranks started, also after they have stopped. Ranks that printed the same line in the
+        same step share it.
+
+        Args:
+            rank: whose lines; None: those of all ranks.
+            lines: number of lines; 0: all that are kept, up to 20,000 of each rank.
+
+        Raises:
+            UsageError: there is no such rank, or ``lines`` is negative.
+        """
+        if lines < 0:
+            raise UsageError(f"output takes a number of lines, 0 for all, not {lines}")
+        session = self._session
+        log = self._output if session is None else session.output
+        if session is not None and session.request is not None:
+            session.request.log_output()
+        if rank is not None and log.num_ranks:
+            select([rank], log.num_ranks)
+        return log.report(rank, lines)
 
     def example(self) -> str:
         """Return the code of a cell with a model, an optimizer and ``train_step()``."""

@@ -3,7 +3,7 @@ import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Client, Refusal, type Standing } from "./client";
-import type { Model, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
+import type { Model, OutputTail, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
 import type { Wanted } from "./starting";
 import { type Prepared, type Typed, wordOf } from "./words";
 
@@ -54,6 +54,10 @@ export class PanelModel implements IDisposable {
   #key = 0;
   #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
   #loadError = "";
+  #output: OutputTail | null = null;
+  #outputRank: number | null = null;
+  #outputSeen = -1; // version of the output last asked for
+  #outputViews = 0; // that show it
   /** Values typed into the form that starts ranks, which may vanish with the kernel; null: none yet. */
   wanted: Wanted | null = null;
   #seen = "";
@@ -182,6 +186,46 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
+  /** The newest lines that ranks printed; null: not known yet. */
+  get output(): OutputTail | null {
+    return this.#output;
+  }
+
+  /** The rank whose lines are shown; null: all ranks. */
+  get outputRank(): number | null {
+    return this.#outputRank;
+  }
+
+  set outputRank(rank: number | null) {
+    this.#outputRank = rank;
+    this.#outputSeen = -1;
+    this.#tell();
+    this.#findOutput();
+  }
+
+  /** Ask for output whenever it has changed, until the returned function is called. */
+  watchOutput(): () => void {
+    this.#outputViews += 1;
+    this.#findOutput();
+    return () => { this.#outputViews -= 1; };
+  }
+
+  /** Ask for the newest lines if there are others than those last asked for, and something shows them. */
+  #findOutput(): void {
+    const version = this.#state?.output ?? -1;
+    if (this.#outputViews === 0 || version < 0 || version === this.#outputSeen) return;
+    this.#outputSeen = version;
+    const rank = this.#outputRank;
+    this.#client.ask<"lines">({ word: "output", rank }).then(
+      (output) => {
+        if (rank !== this.#outputRank) return;
+        this.#output = output;
+        this.#tell();
+      },
+      () => { this.#outputSeen = -1; }, // ask again with the next state
+    );
+  }
+
   /** Run a command and keep it with its result. Returns whether it succeeded. */
   async do(command: Typed): Promise<boolean> {
     return (await this.#say(command)) !== null;
@@ -291,6 +335,7 @@ export class PanelModel implements IDisposable {
     this.#state = state;
     this.#loadError = "";
     this.#takeEnding(state);
+    this.#findOutput();
     if (state.units !== null) this.#takeUnits(state.units);
     const { cluster, ended, request } = state;
     if (!cluster.is_running) this.#forgetModels();
@@ -343,6 +388,9 @@ export class PanelModel implements IDisposable {
       this.#numEnded = null;
       this.#wasBehind = false;
       this.#preview = null;
+      this.#output = null;
+      this.#outputRank = null;
+      this.#outputSeen = -1;
       this.#subject = "";
       this.#opened = new Map();
       this.#seen = "";

@@ -43,6 +43,11 @@ export interface RunCommand extends PanelMessage {
 
 export interface GetHistory extends PanelMessage { readonly word: "recall"; }
 
+export interface GetOutput extends PanelMessage {
+  readonly word: "output";
+  readonly rank?: number | null;
+}
+
 export interface ViewMessage { readonly view: string; }
 
 export interface AskFeed extends ViewMessage { readonly word: "feed"; readonly wait: boolean; }
@@ -184,6 +189,7 @@ export interface State extends PanelMessage {
   readonly request: RequestState | null;
   readonly training: TrainingSummary;
   readonly ended: LastResult | null;
+  readonly output: number;
   readonly is_recorded: boolean;
   readonly record: string;
   readonly said: string;
@@ -290,6 +296,20 @@ export interface PastCommand {
 export interface CommandHistory extends PanelMessage {
   readonly word: "recalled";
   readonly commands: readonly PastCommand[];
+}
+
+export interface OutputLine {
+  readonly ranks: readonly number[];
+  readonly kind: "stdout" | "stderr" | "display" | "notice" | "error";
+  readonly text: string;
+  readonly step: number | null;
+  readonly t_s: number;
+}
+
+export interface OutputTail extends PanelMessage {
+  readonly word: "lines";
+  readonly lines: readonly OutputLine[];
+  readonly is_cut: boolean;
 }
 
 export interface Refused {
@@ -640,17 +660,23 @@ export interface Open { readonly word: "open"; readonly path: string; }
 
 export interface History { readonly word: "history"; readonly n?: number; }
 
+export interface ShowOutput {
+  readonly word: "output";
+  readonly rank?: number | null;
+  readonly lines?: number;
+}
+
 export interface Example { readonly word: "example"; }
 
 export interface Help { readonly word: "help"; readonly topic?: string; }
 
 export type PanelQuestion =
   | Hello | GetState | FindModels | PreviewCommand | FindParams | FormatCommand | RunCommand
-  | GetHistory;
+  | GetHistory | GetOutput;
 
 export type PanelAnswer =
   | Welcome | State | Models | Preview | Params | CommandLine | CommandOutput | CommandHistory
-  | Refused;
+  | OutputTail | Refused;
 
 export type ViewQuestion =
   | AskFeed | AskAt | AskBeside | AskWindow | RunButton | CloseView;
@@ -663,7 +689,7 @@ export type Command =
   | Lint | Step | Snapshot | Run | Save | Load | Pause | Next | Continue | Abort | Where | Break
   | Inspect | Evaluate | Back | Verify | InjectFault | Faults | Explain | DrawLayout | DrawMemory
   | DrawTimeline | DrawStates | DrawComms | DrawTraining | Compare | Export | Open | History
-  | Example | Help;
+  | ShowOutput | Example | Help;
 
 export interface SpansTable {
   readonly start: Float64Array;

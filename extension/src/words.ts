@@ -1,7 +1,7 @@
 /** A state in words and trees: pure functions of the kernel's answers. */
 import { formatBytes, formatLoss } from "../../workbench/widgets/static/format.js";
 import type { Standing } from "./client";
-import type { Model, ParamInfo, Preview, RankState, RunCommand, State, UnitInfo } from "./protocol";
+import type { Model, OutputLine, ParamInfo, Preview, RankState, RunCommand, State, UnitInfo } from "./protocol";
 
 /** A command, or the text of its line behind `%fsdp`, which the kernel parses as it does that of a cell. */
 export type Typed = RunCommand["command"];
@@ -207,6 +207,12 @@ export function sentence(text: string): string {
 /** `rank 3`, `ranks 0-2, 5`. */
 export function ranksInWords(ranks: readonly number[]): string {
   return `${ranks.length === 1 ? "rank" : "ranks"} ${ranges(ranks)}`;
+}
+
+/** Which ranks printed a line and in which step: `0-2, 5 · step 3`; empty for a notice of the notebook. */
+export function originOf({ ranks, step }: OutputLine): string {
+  if (ranks.length === 0) return "";
+  return [ranges(ranks), step === null ? "" : `step ${step}`].filter(Boolean).join(" \u00b7 ");
 }
 
 /** The state in one line. `isGivingUp`: an abort was requested and has not ended. */

@@ -196,6 +196,7 @@ export const ANSWERS = {
       "text": "",
       "is_error": false
     },
+    "output": 3,
     "is_recorded": true,
     "record": "",
     "said": ""
@@ -327,6 +328,23 @@ export const ANSWERS = {
         "t_s": 1.5
       }
     ]
+  },
+  "lines": {
+    "word": "lines",
+    "number": 9,
+    "lines": [
+      {
+        "ranks": [
+          0,
+          1
+        ],
+        "kind": "stdout",
+        "text": "loss 2.5",
+        "step": 11,
+        "t_s": 1.5
+      }
+    ],
+    "is_cut": false
   },
   "refused": {
     "word": "refused",

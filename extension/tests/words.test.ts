@@ -15,6 +15,7 @@ import {
   lies,
   nameInUnit,
   obstacles,
+  originOf,
   pathOf,
   piecesOf,
   ranges,
@@ -193,6 +194,14 @@ describe("starting and stopping", () => {
   ] as const)("says why they cannot: %j", (exchange, wanted) => {
     expect(exchanging(state({ cluster: cluster({ exchange }) }))).toMatch(wanted);
   });
+});
+
+it.each([
+  [[0, 1, 2, 5], 11, "0-2, 5 \u00b7 step 11"],
+  [[3], null, "3"],
+  [[], null, ""],
+])("a line of ranks %j in step %j is headed %j", (ranks, step, wanted) => {
+  expect(originOf({ ...ANSWERS.lines.lines[0], ranks, step })).toBe(wanted);
 });
 
 describe("a rank that is gone", () => {

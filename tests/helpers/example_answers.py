@@ -21,6 +21,7 @@ from workbench.live.messages import (
     InitialState,
     Model,
     Models,
+    OutputTail,
     PanelAnswer,
     ParamInfo,
     Params,
@@ -37,6 +38,7 @@ from workbench.live.messages import (
     Welcome,
 )
 from workbench.protocol.rank_messages import ModelPolicy, WrapClass
+from workbench.reports.output_report import OutputLine
 from workbench.reports.results import PastCommand
 from workbench.session.snapshot import LastResult
 
@@ -127,6 +129,7 @@ EXAMPLES: tuple[PanelAnswer, ...] = (
         ),
         training=TrainingSummary(step=11, loss=2.30259, loss_step=11, steps_per_s=3.14159, tokens_per_s=None),
         ended=LastResult(count=1, line="a cell", text="", is_error=False),
+        output=3,
         is_recorded=True,
         record="",
         said="",
@@ -186,6 +189,11 @@ EXAMPLES: tuple[PanelAnswer, ...] = (
     CommandLine(number=6, line="%fsdp step 3"),
     CommandOutput(number=7, line="%fsdp step 3", text="3 steps, loss 2.1", is_error=False, data={}),
     CommandHistory(number=8, commands=(PastCommand(line="%fsdp start", source="panel", t_s=1.5),)),
+    OutputTail(
+        number=9,
+        lines=(OutputLine(ranks=(0, 1), kind="stdout", text="loss 2.5", step=11, t_s=1.5),),
+        is_cut=False,
+    ),
     Refused(number=9, text="No such question."),
 )
 """One of each class of answer; every list in them has an item."""

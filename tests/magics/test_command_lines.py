@@ -201,6 +201,7 @@ EXPANDED = {
     "export": ("export {n}.json", "path", "3.json"),
     "open": ("open {m}.trace", "path", "net.trace"),
     "history": ("history {n}", "n", 3),
+    "output": ("output --rank {n}", "rank", 3),
     "help": ("help {w}", "topic", "unit"),
 }
 variable = {"n": "3", "m": "net", "w": "unit", "flag": "--stacks", "b": "true"}.__getitem__

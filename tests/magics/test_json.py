@@ -112,6 +112,7 @@ IDLE = {
     "compare last:0 last:2": "CompareReport",
     "export {folder}/run.trace": "ExportReport",
     "history 1": "HistoryReport",
+    "output --rank 1 --lines 3": "OutputReport",
     "help shard": None,
     "example": None,
     "stop": None,

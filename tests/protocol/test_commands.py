@@ -368,7 +368,8 @@ def test_what_the_workbench_is_asked_to_do(command, method, arguments):
 def test_ranks_are_waited_for_where_they_are_needed():
     waits = {word for word, cls in COMMANDS.items() if cls.needs_ranks}
     assert set(COMMANDS) - waits == {
-        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "help", "faults", "example"),
+        *("start", "attach", "stop", "dashboard", "abort", "compare", "open", "history", "output", "help", "faults"),
+        "example",
     }
     assert Verify().waits_for_start
     assert not Open("x").waits_for_start

@@ -35,6 +35,7 @@ from workbench.cluster.controller_heartbeat import GRACE_S, HeartbeatMonitor, en
 from workbench.cluster.host_liveness import HostMonitor
 from workbench.cluster.pending_replies import Answer, Output, OutputKind, settle
 from workbench.cluster.remote_errors import let_go, render, report, undisturbed, user_line
+from workbench.cluster.step_marks import StepMarks, without_marks
 from workbench.errors import ClusterError, RankError, UsageError, printable, shortened
 from workbench.protocol.starting import Address
 
@@ -117,7 +118,8 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
 
     Args:
         handler_name: ``"module:function"`` that takes the request (JSON data) and returns the reply (JSON data) and
-            its binary buffers. It is called in the control thread and must not block.
+            its binary buffers. It is called in the control thread and must not block. A function ``current_step`` of
+            its module returns the training step, for marks in what this process writes; without one there are none.
         world: the world that this engine now belongs to.
         hosts: the hosts to monitor, by name: an :class:`~workbench.protocol.starting.Address` each, as data.
     """
@@ -143,6 +145,10 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
     kernel.control_handlers.update({kind: serving(handle) for kind, handle in served.items()})
     if is_first:  # the engine may have been a rank before
         _adapt(kernel)
+        step = getattr(sys.modules[handler.__module__], "current_step", None)
+        if step is not None:
+            StepMarks(sys.stdout, step)
+            StepMarks(sys.stderr, step)
 
 
 def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
@@ -522,7 +528,8 @@ class Exchange:
 def as_output(kind: str, content: dict[str, Any]) -> Output | None:
     """Return a Jupyter message as an :class:`Output`; None if it is not an output."""
     if kind == "stream":
-        return Output("stderr" if content["name"] == "stderr" else "stdout", text=content["text"])
+        text, steps = without_marks(content["text"])
+        return Output("stderr" if content["name"] == "stderr" else "stdout", text=text, steps=steps)
     kinds: dict[str, OutputKind] = {
         "display_data": "display",
         "update_display_data": "update",

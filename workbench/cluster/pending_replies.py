@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from workbench.cluster.step_marks import Steps
 from workbench.errors import ClusterError, RankError, UsageError
 
 OutputKind = Literal["stdout", "stderr", "display", "update", "result", "clear"]
@@ -26,6 +27,7 @@ class Output:
         metadata: metadata per MIME type.
         display_id: id of a display that can be updated; empty: it cannot.
         is_draft: an update follows soon; only for consumers that replace displays.
+        steps: where in ``text`` the part of each training step begins; empty: no step has begun in it.
     """
 
     kind: OutputKind
@@ -35,6 +37,7 @@ class Output:
     metadata: dict[str, Any] = field(default_factory=dict)
     display_id: str = ""
     is_draft: bool = False
+    steps: Steps = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,6 @@ class LongPoll:
 def mark(pulse: ClusterSnapshot) -> tuple[object, ...]:
     """Return a value that changes whenever there is something new to send."""
     ends = [(rank_trace.rank, rank_trace.end_seq) for rank_trace in pulse.trace.ranks]
-    activity = pulse.under_way, pulse.ended, pulse.breakpoints
+    activity = pulse.under_way, pulse.ended, pulse.breakpoints, pulse.output
     held = pulse.losses, pulse.holder, pulse.is_free
     return pulse.running, pulse.exchange, pulse.record, pulse.is_live, ends, health(pulse), held, pulse.cursor, activity

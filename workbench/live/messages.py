@@ -26,6 +26,7 @@ question                answer                   when
 :class:`FormatCommand`  :class:`CommandLine`     at once: the line of a command, to copy
 :class:`RunCommand`     :class:`CommandOutput`   when it has finished; what takes long continues in the background
 :class:`GetHistory`     :class:`CommandHistory`  at once
+:class:`GetOutput`      :class:`OutputTail`      at once
 :class:`AskFeed`        :class:`FeedUpdate`      at once, or with ``wait`` as soon as there is something new
 :class:`AskAt`          :class:`MomentReply`     at once
 :class:`AskBeside`      :class:`MomentReply`     at once
@@ -48,6 +49,7 @@ from workbench.base.codec import NotFinite, decode_named
 from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.shards import AtRest
+from workbench.reports.output_report import OutputLine
 from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
@@ -57,6 +59,9 @@ TARGET = "workbench"
 
 VERSION = 3
 """Version of these messages. It changes with every change that an earlier front end could not read."""
+
+OUTPUT_LINES = 1000
+"""Maximum number of lines of what ranks printed in an answer."""
 
 COMMAND = {"typescript": "Command"}
 """Metadata of a field that holds a command as plain data: its type in TypeScript."""
@@ -190,6 +195,18 @@ class GetHistory(PanelMessage):
     """Asks for the commands that this notebook has run."""
 
     word: ClassVar[str] = "recall"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetOutput(PanelMessage):
+    """Asks for the newest lines that ranks printed.
+
+    Attributes:
+        rank: whose lines; None: those of all ranks.
+    """
+
+    word: ClassVar[str] = "output"
+    rank: int | None = None
 
 
 # ---- questions of a view
@@ -544,6 +561,7 @@ class State(PanelMessage):
         request: the running request; None: there is none.
         training: progress of training.
         ended: how the last request ended; None: none has yet.
+        output: version of what the ranks printed; if it changes, there are new lines.
         is_recorded: whether there is something to draw and to export.
         record: name of the open trace file; empty: the ranks' own record.
         said: what is shown, or what to do first, one sentence; empty while ranks train.
@@ -559,6 +577,7 @@ class State(PanelMessage):
     request: RequestState | None
     training: TrainingSummary
     ended: LastResult | None
+    output: int
     is_recorded: bool
     record: str
     said: str
@@ -726,6 +745,20 @@ class CommandHistory(PanelMessage):
 
     word: ClassVar[str] = "recalled"
     commands: tuple[PastCommand, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputTail(PanelMessage):
+    """The newest lines that ranks printed; ``%fsdp output`` shows the same.
+
+    Attributes:
+        lines: at most :data:`OUTPUT_LINES`, the oldest first.
+        is_cut: whether there are older lines.
+    """
+
+    word: ClassVar[str] = "lines"
+    lines: tuple[OutputLine, ...]
+    is_cut: bool
 
 
 # ---- answers to a view
@@ -1001,8 +1034,12 @@ class ButtonResult(ViewMessage):
     text: str
 
 
-PanelQuestion = Hello | GetState | FindModels | PreviewCommand | FindParams | FormatCommand | RunCommand | GetHistory
-PanelAnswer = Welcome | State | Models | Preview | Params | CommandLine | CommandOutput | CommandHistory | Refused
+PanelQuestion = (
+    Hello | GetState | FindModels | PreviewCommand | FindParams | FormatCommand | RunCommand | GetHistory | GetOutput
+)
+PanelAnswer = (
+    Welcome | State | Models | Preview | Params | CommandLine | CommandOutput | CommandHistory | OutputTail | Refused
+)
 ViewQuestion = AskFeed | AskAt | AskBeside | AskWindow | RunButton | CloseView
 ViewAnswer = FeedUpdate | MomentReply | WindowDetail | ButtonResult | Refused
 Question = PanelQuestion | ViewQuestion

@@ -69,6 +69,7 @@ def panel_state(number: int, live: LiveTrace, cluster: ClusterState, known_units
             request=_request(pulse.under_way),
             training=_training(live.fold),
             ended=pulse.ended,
+            output=pulse.output,
             is_recorded=trace.num_rows > 0,
             record=pulse.record,
             said=said(pulse),

@@ -17,6 +17,7 @@ from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.live.live_trace import MAX_AGE_S
 from workbench.live.long_poll import Send
 from workbench.live.messages import (
+    OUTPUT_LINES,
     VERSION,
     ClusterState,
     CommandHistory,
@@ -26,9 +27,11 @@ from workbench.live.messages import (
     FindParams,
     FormatCommand,
     GetHistory,
+    GetOutput,
     GetState,
     Hello,
     Models,
+    OutputTail,
     PanelAnswer,
     Params,
     Preview,
@@ -97,6 +100,7 @@ class Client:
         self._answers: dict[type, Callable[[Any], PanelAnswer | None]] = {
             **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
             **{FindParams: self._find_params, FormatCommand: _spell, RunCommand: self._begin, GetHistory: self._recall},
+            GetOutput: self._output,
         }
         answer_while_busy(comm)
         comm.on_msg(self._receive)
@@ -161,6 +165,10 @@ class Client:
 
     def _recall(self, question: GetHistory) -> PanelAnswer:
         return CommandHistory(number=question.number, commands=self._workbench.history().commands)
+
+    def _output(self, question: GetOutput) -> PanelAnswer:
+        found = self._workbench.output(rank=question.rank, lines=OUTPUT_LINES)
+        return OutputTail(number=question.number, lines=found.lines, is_cut=found.is_cut)
 
     def _welcome(self, hello: Hello) -> Welcome:
         problem = _misfit(hello, self._version)

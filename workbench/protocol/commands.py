@@ -1413,6 +1413,19 @@ class History(Command):
     )
 
 
+@command(
+    "output --rank 2",
+    more="also what no front end showed: `--lines 0` shows all that is kept",
+    needs_ranks=False,
+    looks=True,
+)
+class ShowOutput(Command):
+    """Show the newest lines that ranks printed, and how cells and commands ended."""
+
+    rank: int | None = argument("only that rank (default: all)", default=None, read=rank)
+    lines: int = argument("the newest N lines; 0: all (default 100)", default=100, metavar="N", read=count("0 for all"))
+
+
 @command("example", needs_ranks=False, looks=True)
 class Example(Command):
     """Insert a cell with a small model, an optimizer and train_step(); in a terminal, print it."""

@@ -88,7 +88,7 @@ from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.lint import history_of
 from workbench.runtime.model_summary import outermost, sharded_variables
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
-from workbench.runtime.recorder import Recorder
+from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.snapshots import SNAPSHOTS
@@ -355,6 +355,12 @@ def this_rank() -> RankRuntime:
     if _runtime is None:
         raise ClusterError("this process is not a rank yet: boot it first")
     return _runtime
+
+
+def current_step() -> int | None:
+    """Return the training step that this process is in; None: in none."""
+    step = NO_STEP if _runtime is None else _runtime.recorder.step
+    return None if step == NO_STEP else step
 
 
 def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data

@@ -57,7 +57,7 @@ def _is_text(output: Output) -> bool:
     return output.kind in {"stdout", "stderr"}
 
 
-def _without_widget(output: Output) -> Output:
+def without_widget(output: Output) -> Output:
     """Return a widget as its text and what to do instead; anything else as it is."""
     if WIDGET_MIME not in output.data:
         return output
@@ -256,7 +256,7 @@ class Stream:
     def _take(self) -> None:
         """Read the new output of all ranks and compare it."""
         for number, rank in self._ranks.items():
-            for output in map(_without_widget, self._pending.outputs(number, rank.num_seen)):
+            for output in map(without_widget, self._pending.outputs(number, rank.num_seen)):
                 rank.num_seen += 1
                 begin = len(rank)
                 rank.add(self._as_text(rank, output))

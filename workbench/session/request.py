@@ -24,6 +24,9 @@ from workbench.session.stall_notice import OnStanding, StallNotice, no_standing
 from workbench.session.waiter import RequestWaiter
 from workbench.trace.columns import Trace
 
+TITLE_CHARS = 60
+"""Characters of a cell's first line in its title."""
+
 OnProgress = Callable[[Progress], None]
 
 
@@ -72,10 +75,12 @@ class RankTask(Protocol):
 
     Attributes:
         words: name for people.
+        title: the same, of a cell with its first line.
         until: where it is still to stop once; None: nowhere.
     """
 
     words: str
+    title: str
     until: Breakpoint | None
 
     @property
@@ -163,7 +168,7 @@ class CommandTask(_OutputTask):
             self._follower = Follower(before, num_ranks=len(pending.ranks), total=command.count)
         if isinstance(command, (Step, Run)):
             self.until = command.stop
-        self.words = f"%fsdp {to_text(command)}"
+        self.words = self.title = f"%fsdp {to_text(command)}"
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return the progress of its steps; None without steps."""
@@ -203,6 +208,8 @@ class CellTask(_OutputTask):
     def __init__(self, code: str, pending: PendingReplies) -> None:
         super().__init__(pending)
         self._code, self._pending = code, pending
+        first = next(iter(code.strip().splitlines()), "")
+        self.title = f"the cell {first[:TITLE_CHARS]!r}"
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
         """Return the cell, if all ranks ran it."""
@@ -240,6 +247,7 @@ class Request:
         watcher: the thread that waits for it.
         thread: the same, if it is a background thread.
         is_background: whether it was started or continued in the background, where it also continues after a stop.
+        log_output: adds its new output to the log of the session; set once.
         interrupts: counts each Ctrl-C from when it is sent or continued until it is stopped or done.
     """
 
@@ -247,6 +255,7 @@ class Request:
         self.work, self.pending, self.mark = work, pending, mark
         self.watch: RequestWaiter
         self.standing: StallNotice
+        self.log_output: Callable[[], None]
         self.listener = RequestListener()
         self.state: Literal["running", "stopped", "over"] = "running"
         self.stop: StopGroup | None = None

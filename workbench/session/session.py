@@ -63,6 +63,7 @@ from workbench.reports.stop_positions import State, StopGroup, live_units, param
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
 from workbench.session.clock_sync import ClockSync
+from workbench.session.output_log import OutputLog
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.program import CompletedCommand, Entry, Omission, Program, failed
 from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
@@ -155,6 +156,7 @@ class Session:
         breakpoints: the breakpoints.
         ended: the result of the last request; None: none has ended.
         is_closed: whether the ranks are being stopped.
+        output: what the ranks printed, and how requests ended.
     """
 
     def __init__(
@@ -183,6 +185,8 @@ class Session:
         self._rows_before: Mapping[int, int] = {}  # the current request, or else the last
         self._raised: Sequence[RunPosition] = ()  # the ranks that it raised on
         self._entries: list[Entry] = []
+        self._repeats = False  # what was done before
+        self.output = OutputLog(cluster.num_ranks)
 
     # ---- queries
 
@@ -253,6 +257,7 @@ class Session:
         return dataclasses.replace(
             found,
             losses=losses,
+            output=self.output.version,
             holder=self.cluster.held_by,
             is_free=self.cluster.is_free,
             under_way=_under_way(self.request, trace, self._left()),
@@ -555,7 +560,7 @@ class Session:
         Output of stopped ranks that arrived too late for the stop is forwarded first.
         """
         if self.request is not None and self.request.state == "stopped":
-            self.request.work.on_slice(self.request.listener)
+            self._on_slice(self.request)
         news = []
         with suppress(IndexError):  # popped one at a time, as another thread may append meanwhile
             while True:
@@ -712,16 +717,22 @@ class Session:
         request = Request(work, pending, mark)
         self._rows_before, self._raised = mark.num_rows, ()
         request.interrupts = interrupts
+        request.log_output = (lambda: None) if self._repeats else self.output.follow(pending)
         request.watch = RequestWaiter(
             self.cluster,
             pending,
-            on_slice=lambda: work.on_slice(request.listener),
+            on_slice=lambda: self._on_slice(request),
             on_tick=lambda tick: self._end(request) if tick is Tick.ENDED else self._take(request, tick),
             num_outputs=work.num_outputs,
             can_pause=work.is_command and not isinstance(work.command, (Load, Save)),
         )
         self.request, self._catch_up = request, self.drain
         return request
+
+    @staticmethod
+    def _on_slice(request: Request) -> None:
+        request.log_output()
+        request.work.on_slice(request.listener)
 
     def _take(self, request: Request, tick: Tick) -> dict[int, Position]:
         """Drain the ranks and return the positions of those that answered.
@@ -935,6 +946,9 @@ class Session:
 
     def _note(self, request: Request, *, is_over: bool) -> None:
         """Mark ``request`` stopped or done and wake all waiters."""
+        request.log_output()
+        if not self._repeats:
+            self.output.note(f"{request.work.title}: {request.ending}", is_error=request.failed)
         with self._changed:
             request.state = "over" if is_over else "stopped"
             if is_over and self.request is request:
@@ -963,11 +977,11 @@ class Session:
         Yields:
             the program's entries, which the body may change.
         """
-        entries, ended = [*self._entries], self.ended
+        entries, ended, self._repeats = [*self._entries], self.ended, True
         try:
             yield entries
         finally:
-            self._entries, self.ended = entries, ended
+            self._entries, self.ended, self._repeats = entries, ended, False
 
     def push_breakpoints(self) -> None:
         """Send the breakpoints to all ranks."""

@@ -82,6 +82,7 @@ class ClusterSnapshot:
         states: state of each rank, by number; empty without ranks.
         positions: last known position of each rank.
         losses: how each lost rank was lost.
+        output: version of the log of what the ranks printed.
         holder: the other notebook that controls the ranks, in words; empty: none.
         is_free: whether the holder has released them, so that they can be attached.
         cursor: end of the part of the trace that the views show; None: all of it.
@@ -100,6 +101,7 @@ class ClusterSnapshot:
     states: Mapping[int, State] = field(default_factory=dict)
     positions: Mapping[int, Position] = field(default_factory=dict)
     losses: Mapping[int, str] = field(default_factory=dict)
+    output: int = 0
     holder: str = ""
     is_free: bool = False
     cursor: Cursor | None = None

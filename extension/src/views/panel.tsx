@@ -10,6 +10,7 @@ import { can, count, exchanging, explained, headline, hostsInWords, todo, type T
 import { Breakpoints } from "./breakpoints";
 import { Controls, Told } from "./controls";
 import { Explain, Fault, Record, Views } from "./looking";
+import { Output } from "./output";
 import { Action, type Folding, Section } from "./parts";
 import { Ranks } from "./ranks";
 import { Script } from "./script";
@@ -102,6 +103,11 @@ function Body(props: PanelProps): React.JSX.Element {
       )}
       {state === null ? null : (
         <>
+          {state.output === 0 ? null : (
+            <Section name="Output" {...folding}>
+              <Output model={model} numRanks={state.cluster.num_ranks} />
+            </Section>
+          )}
           {state.cluster.held_by ? null : (
             <Section name="Script" {...folding}>
               <Script model={model} />
