@@ -11,6 +11,8 @@ from workbench.base.text_formats import plural
 from workbench.replay.grouping import label
 from workbench.reports.report import Report
 
+_AS_PRINTED = "white-space:pre-wrap;font-family:var(--jp-code-font-family, monospace)"
+
 LineKind = Literal["stdout", "stderr", "display", "notice", "error"]
 
 
@@ -63,7 +65,7 @@ class OutputReport(Report):
         return [(_origin(line), line.text) for line in self.lines]
 
     def _repr_html_(self) -> str:
-        return self.as_html(lambda text: f'<code style="white-space:pre-wrap">{html.escape(text)}</code>')
+        return self.as_html(lambda text: f'<span style="{_AS_PRINTED}">{html.escape(text)}</span>')
 
 
 def _origin(line: OutputLine) -> str:

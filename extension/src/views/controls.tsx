@@ -72,7 +72,7 @@ const HEAL: Command = { word: "heal" };
 /** The button that replaces ranks whose processes have ended. */
 function Replace({ model, state, why }: Pick<ControlsProps, "model" | "state"> & { readonly why: string }): React.JSX.Element {
   return (
-    <p className="fsdp-Notice">
+    <p className="fsdp-Replace">
       <Action
         className="jp-mod-styled jp-mod-accept"
         isEnabled={why === ""}

@@ -4,7 +4,7 @@ import * as React from "react";
 
 import { UNIT_STATES } from "../../../workbench/widgets/static/events.js";
 import type { PanelModel } from "../model";
-import type { Attach, Command, Start } from "../protocol";
+import type { Attach, Command, Start, State } from "../protocol";
 import type { Settings } from "../settings";
 import { can, count, exchanging, explained, headline, hostsInWords, todo, type Typed } from "../words";
 import { Breakpoints } from "./breakpoints";
@@ -98,16 +98,12 @@ function Body(props: PanelProps): React.JSX.Element {
       ) : (
         <>
           <Told {...{ model, tabulate, openPage }} />
+          {state === null ? null : <Printed {...{ model, state, folding }} />}
           {model.units.length > 0 ? <Sharded model={model} colours={colours} folding={folding} draw={draw} /> : null}
         </>
       )}
       {state === null ? null : (
         <>
-          {state.output === 0 ? null : (
-            <Section name="Output" {...folding}>
-              <Output model={model} numRanks={state.cluster.num_ranks} />
-            </Section>
-          )}
           {state.cluster.held_by ? null : (
             <Section name="Script" {...folding}>
               <Script model={model} />
@@ -219,10 +215,21 @@ function Running(props: RunningProps): React.JSX.Element | null {
           </Action>
         ) : null}
       </Section>
+      <Printed {...{ model, state, folding }} />
       <Sharded model={model} colours={colours} folding={folding} draw={draw} />
       {cluster.held_by ? null : <Stops model={model} folding={folding} />}
       {isSharded ? shard : null}
     </>
+  );
+}
+
+/** What the ranks printed; nothing before they did. */
+function Printed({ model, state, folding }: Pick<PanelProps, "model" | "folding"> & { readonly state: State }): React.JSX.Element | null {
+  if (state.output === 0) return null;
+  return (
+    <Section name="Output" {...folding}>
+      <Output model={model} numRanks={state.cluster.num_ranks} />
+    </Section>
   );
 }
 
