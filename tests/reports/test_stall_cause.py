@@ -545,19 +545,38 @@ def test_a_receive_without_a_send():
 # ---- what torch does not announce
 
 
-def of_ddp(*ranks):
+MAKING = "/x/site-packages/torch/distributed/utils.py:300 in _verify_param_shape_across_processes"
+
+
+def of_ddp(*ranks, **more):
     """Return the report on ranks whose torch does not announce collectives that C++ issues."""
-    found = recording(*ranks)
-    infos = tuple(RankInfo(rank=number, host="a", device="cpu", pid=1, sees_cpp=False) for number in (0, 1))
+    found = recording(*ranks, **more)
+    infos = tuple(RankInfo(rank=number, host="a", device="cpu", pid=1, sees_cpp=False) for number in range(len(ranks)))
     header = replace(found.trace.header, units=(replace(UNITS[0], engine=TORCH_DDP),), ranks=infos)
     return where(replace(found, trace=Trace(header, found.trace.ranks)), WALL + 30 * S)
 
 
 def test_a_rank_that_makes_a_replicated_model_is_not_called_late():
-    making = "/x/site-packages/torch/distributed/utils.py:300 in _verify_param_shape_across_processes"
-    found = of_ddp(alive(0, **stack(making, 0)), alive(1, gather(1, **BARRIER, number=0)))
+    found = of_ddp(alive(0, **stack(MAKING, 0)), alive(1, gather(1, **BARRIER, number=0)))
     assert found.cause is None
     assert "rank 0 is in torch's C++ code" in found.notes[-1]
+
+
+@pytest.mark.parametrize("reason", [TIMED_OUT, CLOSED])
+@pytest.mark.parametrize(("in_barrier", "accused"), [((1, 2), "rank 0 waited in"), ((0,), "rank 0 waited for barrier")])
+def test_a_rank_whose_unseen_collective_failed_waited_in_it(reason, in_barrier, accused):
+    barrier, making = ("/x/train.py:9 in load: dist.barrier()",), ("/x/train.py:19 in main: model = DDP(net)",)
+    ranks = []
+    for number in range(3):
+        call, own = ([gather(1, **BARRIER, number=0)], barrier) if number in in_barrier else ([], making)
+        silent = SilentStack(t_ns=6 * S, seq=len(call), frames=(*own, MAKING))
+        why = TIMED_OUT if number in in_barrier else reason
+        end = RunEnd(t_ns=9 * S, reason=why, frames=own)
+        ranks.append(rank(number, *call, alive_s=9, world=3, quiet=(silent,), end=end))
+    found = of_ddp(*ranks, groups=((0, 1, 2),))
+    assert (found.cause.rule, found.cause.verdict[: len(accused)]) == ("other-collective", accused)
+    assert "train.py:19" in found.cause.verdict
+    assert found.notes == ()
 
 
 def test_a_rank_that_may_wait_unseen_is_not_called_late():

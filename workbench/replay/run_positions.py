@@ -21,7 +21,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.frames import is_of_a_library, with_lines
 from workbench.trace.process_state import ProcessState
 from workbench.trace.read_recording import ALIVE_NS, RecordedRank, Recording
-from workbench.trace.recording import Activity
+from workbench.trace.recording import Activity, RunEnd
 from workbench.trace.schema import Header, Rows
 
 STALLED_NS = 5_000_000_000
@@ -259,6 +259,13 @@ def begins_of_newest_step(trace: Trace) -> dict[int, int]:
     )
 
 
+def _frames_at_end(end: RunEnd, quiet: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the calls of a program that has ended: with those of libraries, if its stack before was the same."""
+    found = with_lines(end.frames, quiet) or (quiet if end.reason else ())
+    own = tuple(frame for frame in quiet if not is_of_a_library(frame))
+    return quiet if found and own[-len(found) :] == found else found
+
+
 def _position(
     header: Header,
     rank_trace: RankTrace,
@@ -283,7 +290,7 @@ def _position(
     frames = () if quiet is None else quiet.frames
     if known.end is not None:
         state = RunState.FAILED if has_failed else RunState.ENDED
-        frames = with_lines(known.end.frames, frames) or (frames if has_failed else ())
+        frames = _frames_at_end(known.end, frames)
     elif known.stop is not None:
         state = RunState.UNRECORDED
     elif is_lost:

@@ -41,6 +41,7 @@ from workbench.reports.event_text import unit_names
 from workbench.reports.parted_ranks import (
     LEAVE_TOGETHER,
     SAME_BATCHES,
+    SAME_CALLS,
     SAME_ROOT,
     divergence_fault,
     frame_lines,
@@ -84,7 +85,7 @@ def parted(trace: Trace, positions: Sequence[RunPosition] = ()) -> Fault | None:
 
 def not_judged(trace: Trace, positions: Sequence[RunPosition]) -> str:
     """Return which ranks were not judged, as their torch does not announce what they may wait for; usually empty."""
-    unseen = [each.rank for each in positions if _waits_unseen(trace.header, each)]
+    unseen = [each.rank for each in positions if _waits_unseen(trace.header, each) and not _failed_in_call(each)]
     if not unseen:
         return ""
     return (
@@ -101,13 +102,22 @@ def pending_words(pending: PendingCollective, units: Mapping[int, str]) -> str:
 
 
 def _waits_unseen(header: Header, position: RunPosition) -> bool:
-    """Return whether a rank may be in a collective of C++ that its torch does not announce, such as of DDP."""
+    """Return whether a rank may be in a collective of C++ that its torch does not announce, such as of DDP.
+
+    A collective that failed as others did not come, and that is not recorded, was one of these.
+    """
     info = header.info_of.get(position.rank)
     of_ddp = 0 <= position.unit < len(header.units) and not header.units[position.unit].runner.splits
     sees = info is None or info.sees_cpp
     in_backward = of_ddp and (position.kind, position.edge) == (Kind.BACKWARD, Edge.BEGIN)
     in_torch = any(part in frame for frame in position.frames[-1:] for part in _MAY_WAIT)
-    return not sees and position.pending is None and (in_backward or in_torch)
+    has_failed_there = position.ending is Ending.TIMEOUT
+    return not sees and position.pending is None and (in_backward or in_torch or has_failed_there)
+
+
+def _failed_in_call(position: RunPosition) -> bool:
+    """Return whether a rank's collective failed, so that the rank was in one."""
+    return position.ending in (Ending.TIMEOUT, Ending.PEER)
 
 
 _MAY_WAIT = ("/torch/distributed/", "/torch/nn/parallel/")
@@ -154,7 +164,7 @@ class _Waits:
         if late:
             return _of_silent(late)
         if unseen:
-            return self._of_counts([*waiting, *unseen])
+            return self._of_counts([*waiting, *unseen]) or self._of_unseen(waiting, unseen)
         stuck = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
         return self._of_stuck(stuck) if stuck else None
 
@@ -223,6 +233,29 @@ class _Waits:
             verdict = f"{label(first)} ran other forwards and backwards than {label(second)}, from the pass {place} on"
             rule, fix = "uneven-passes", "let all ranks run the same forwards and backwards in each step"
         return Fault(rule=rule, verdict=verdict, evidence=(*numbers, *frame_lines(ranks)), fix=fix)
+
+    def _of_unseen(self, waiting: Sequence[RunPosition], unseen: Sequence[RunPosition]) -> Fault | None:
+        """Return that ranks were in another collective than those that wait: it failed, and was not announced."""
+        pending = next((each.pending for each in waiting), None)
+        if pending is None or not all(map(_failed_in_call, unseen)):
+            return None
+        few, many = label([each.rank for each in unseen]), label([each.rank for each in waiting])
+        call = pending_words(pending, unit_names(self.trace.header))
+        at, there = (_places(each, ", in ") for each in (waiting, unseen))
+        apart = f"{few} waited in another collective{there}"
+        if len(waiting) < len(unseen):
+            verdict = f"{many} waited for {call}{at}, while {apart}"
+        else:
+            verdict = f"{apart}, while {many} waited for {call}{at}"
+        return Fault(
+            rule="other-collective",
+            verdict=verdict,
+            evidence=(
+                f"which one {few} waited in is not recorded: only torch 2.14 or newer announces it",
+                *frame_lines([*unseen, *waiting]),
+            ),
+            fix=SAME_CALLS,
+        )
 
     def _of_cycle(self, cycle: Sequence[RunPosition]) -> Fault:
         """Return why ranks wait for each other, each for the next one of ``cycle``, and the last for the first."""
