@@ -42,5 +42,19 @@ def test_the_innermost_line_of_a_cell_or_the_script_counts(monkeypatch, files, f
     assert user_line(error, SHELL) == found
 
 
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ((SCRIPT, "/lib/torch.py"), {"line": 4, "script": "train.py"}),
+        (("/lib/torch.py",), {"line": None, "script": ""}),
+    ],
+)
+def test_an_error_raised_elsewhere_has_the_line_of_its_cause(monkeypatch, files, found):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", SCRIPT, raising=False)
+    error, cause = raised("/lib/abort.py"), raised(*files)
+    error.__cause__, cause.__cause__ = cause, error
+    assert user_line(error, SHELL) == found
+
+
 def test_a_syntax_error_of_a_cell_has_the_line_of_its_text():
     assert user_line(SyntaxError("no", (CELL, 7, 1, "x = =")), SHELL) == {"line": 7, "script": ""}

@@ -43,16 +43,22 @@ def report(error: BaseException, shell: Shell, rendered: str | None = None) -> d
 def user_line(error: BaseException, shell: Shell) -> dict[str, Any]:
     """Return the innermost line in a cell or in the script of ``%fsdp run``, else that of a cell's syntax error.
 
-    As plain data: ``line`` (None: in neither) and ``script``, the name of the script's file, empty for a cell.
+    As plain data: ``line`` (None: in neither) and ``script``, the name of the script's file, empty for a cell. An error
+    raised elsewhere, such as that of an abort, has the line of its cause.
     """
     line, script, cell_of = None, "", shell.compile.format_code_name
     file = getattr(sys.modules["__main__"], "__file__", None)
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        path = frame.f_code.co_filename
-        if cell_of(path) is not None:
-            line, script = number, ""
-        elif path == file:
-            line, script = number, os.path.basename(path)
+    one: BaseException | None = error
+    seen: set[int] = set()  # the chain may be cyclic
+    while one is not None and line is None and id(one) not in seen:
+        seen.add(id(one))
+        for frame, number in traceback.walk_tb(one.__traceback__):
+            path = frame.f_code.co_filename
+            if cell_of(path) is not None:
+                line, script = number, ""
+            elif path == file:
+                line, script = number, os.path.basename(path)
+        one = one.__cause__
     if line is None and isinstance(error, SyntaxError) and cell_of(error.filename) is not None:
         line = error.lineno
     return {"line": line, "script": script}
