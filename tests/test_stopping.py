@@ -1,5 +1,6 @@
 """Stopping inside a step, from the notebook's side: the ranks are gates of a fake cluster."""
 
+import itertools
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
 from workbench.reports.pause_results import StopReport
+from workbench.session import waiter
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.waiter import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
@@ -240,10 +242,12 @@ def test_a_first_ctrl_c_shows_what_it_waits_for(wb):
     wb.abort()
 
 
-def test_a_second_ctrl_c_aborts(wb):
+@pytest.mark.parametrize(("times", "align_s"), [(2, 0.0), (3, 2 * PATIENCE_S)])
+def test_a_second_ctrl_c_aborts_ranks_that_do_not_stop_and_a_third_at_once(wb, monkeypatch, times, align_s):
+    monkeypatch.setattr(waiter, "ALIGN_S", align_s)
     for rank in range(4):
         wb.make_late(rank)
-    press_ctrl_c_on_drain(wb.fake, 2)
+    press_ctrl_c_on_drain(wb.fake, times)
     with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
         wb.step(1)
     assert wb.requests("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
@@ -251,6 +255,24 @@ def test_a_second_ctrl_c_aborts(wb):
     for rank in range(4):
         wb.make_late(rank, False)
     assert wb.step(1).steps_done == 1
+
+
+def test_two_ctrl_c_at_once_abort_ranks_that_are_about_to_stop_at_the_same_event(wb, monkeypatch):
+    monkeypatch.setattr(waiter, "ALIGN_S", PATIENCE_S)
+    stall(wb)
+    wb.make_late(3)
+    press_ctrl_c_on_drain(wb.fake, 2)
+    press, drains = wb.fake.on_drain, itertools.count()
+
+    def on_drain():
+        press()
+        wb.make_late(3, next(drains) < 6)
+
+    wb.fake.on_drain = on_drain
+    with pytest.raises(Interrupted, match=r"^Interrupted. The ranks are idle again"):
+        wb.step(1)
+    assert not wb.fake.gates[3].late
+    assert wb.requests("give up") == [("give up", GiveUp(reason="interrupted"), (0, 1, 2, 3))]
 
 
 def test_a_late_rank_is_named(wb):

@@ -803,7 +803,12 @@ class Session:
         """
         if request is None or request.state != "running" or request.dead:
             raised = self._raised if request is None else _raised_on(request.pending)
-            return parted(self._since(self._rows_before), [*raised, *self._signalled()])
+            where = [
+                RunPosition(rank=rank, state=RunState.RUNS, frames=line.frames)
+                for rank, line in lines.items()
+                if line is not None and rank not in {each.rank for each in raised}
+            ]
+            return parted(self._since(self._rows_before), [*raised, *where, *self._signalled()])
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = _quiet(positions)

@@ -35,8 +35,9 @@ SIGNAL_AFTER_DEATH_S = 2.0
 """Time in seconds after the death of a rank before the others are sent SIGINT; they cannot finish a step without it."""
 
 ALIGN_S = 2.0
-"""Time in seconds for running ranks to stop at the same event before an abort; they then have equal gradients and
-optimizer state. Ranks that do not get there, as some wait for ever, are aborted where they are."""
+"""Time in seconds for running ranks to stop at the same event before an abort, from the first of two Ctrl-C on; they
+then have equal gradients and optimizer state. Ranks that do not get there, as some wait for ever, are aborted where
+they are."""
 
 ABANDON_AFTER_S = 10.0
 """Time in seconds after an abort before the wait for ranks that still run ends."""
@@ -131,7 +132,9 @@ class RequestWaiter:
         self._used: Means | None = None  # by the last Ctrl-C
         self._pause_requested = self._abort_requested = False
         self._aligns_first = False
+        self._paused_at: float | None = None  # by a Ctrl-C
         self._align_until: float | None = None
+        self._why = ""  # the user gives up after that
         self._abort_at: float | None = None
         self._shut_at: float | None = None
         self._signal_at: float | None = None
@@ -159,7 +162,7 @@ class RequestWaiter:
 
         ``interrupts`` counts each Ctrl-C from the sending of the request until this returns.
         """
-        self._used = None
+        self._used = self._paused_at = None
         with interrupts or CountInterrupts() as counted:
             try:
                 stop = self._loop(counted)
@@ -234,26 +237,28 @@ class RequestWaiter:
             self._pause()
         if self._abort_requested:
             self._abort_requested = False
+            self._why = "aborted"
             if self._aligns_first and not self._outcome.failures:
                 self._align_until = self._clock() + ALIGN_S
                 self._pause()
             else:
-                self._give_up_on_request()
+                self._give_up_at_once()
 
     def _abort_if_aligned(self, stop: StopGroup | None) -> None:
         """Abort the ranks once all are held at the same event, or it is too late for that."""
         is_aligned = stop is not None and not stop.is_late
         is_over = bool(self._outcome.failures or self._outcome.given_up) or self._clock() >= (self._align_until or 0.0)
         if is_aligned or is_over:
-            self._give_up_on_request()
+            self._give_up_at_once()
         elif stop is not None:
             self._pause()  # again: some were late, and may be at another event
 
-    def _give_up_on_request(self) -> None:
+    def _give_up_at_once(self) -> None:
         self._align_until = None
         if not self._outcome.given_up:
-            self._give_up("aborted")
-        self._abandon_at = self._clock() + ABANDON_AFTER_S
+            self._give_up(self._why)
+        if self._why == "aborted":
+            self._abandon_at = self._clock() + ABANDON_AFTER_S
 
     @property
     def is_exhausted(self) -> bool:
@@ -271,9 +276,15 @@ class RequestWaiter:
         self._used = self._next()
         match self._used:
             case Means.PAUSE:
+                self._paused_at = self._clock()
                 self._pause()
             case Means.ABORT:
-                self._give_up("interrupted")
+                is_first = self._align_until is None
+                self._why = "interrupted"
+                if is_first and self._paused_at is not None and not self._outcome.failures:
+                    self._align_until = self._paused_at + ALIGN_S  # the ranks may be about to stop
+                else:
+                    self._give_up_at_once()
             case Means.SIGNAL:
                 self._signal()
             case Means.ABANDON:
@@ -283,6 +294,8 @@ class RequestWaiter:
         """Return the gentlest means that can help and was not used yet."""
         if self.is_exhausted or self._used in {Means.SIGNAL, Means.ABANDON}:
             return Means.ABANDON
+        if self._align_until is not None:
+            return Means.ABORT
         if self._outcome.given_up or self._used is Means.ABORT:
             return Means.SIGNAL
         can_pause = self._can_pause and not self.stopper.is_pausing and not self._outcome.failures
