@@ -724,6 +724,17 @@ def test_a_death_is_reported_immediately_and_the_others_are_interrupted(trained,
     assert trained.sent("interrupt") == [("interrupt", (0, 2, 3))]
 
 
+def test_a_cause_beside_a_dead_rank_has_the_lines_of_those_that_wait(trained, monkeypatch):
+    monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
+    asked, frames = [], ("train.py:7 in main: dist.all_reduce(x)",)
+    monkeypatch.setattr(session, "parted", lambda trace, positions: asked.append(positions))
+    trained.fake.lines[2] = CellLine(line=7, function="main", text="dist.all_reduce(x)", frames=frames)
+    trained.fake.script["step"] = [computes, dies, computes, computes]
+    with pytest.raises(RankDied):
+        trained.do(Step(), on_standing=lambda sentence: None)
+    assert {each.rank: each.frames for each in asked[0] if each.frames} == {2: frames}
+
+
 def test_a_rank_that_just_died_is_not_reported_as_running(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = computes
