@@ -30,6 +30,9 @@ export const HEARD: ReadonlySet<string> = new Set(["step", "run", "pause", "next
 /** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;
 
+/** Minimum milliseconds between two questions for output that grows. */
+const OUTPUT_REST_MS = 500;
+
 const UNCERTAIN = "The kernel ended before it reported the result.";
 
 export class PanelModel implements IDisposable {
@@ -57,6 +60,7 @@ export class PanelModel implements IDisposable {
   #output: OutputTail | null = null;
   #outputRank: number | null = null;
   #outputSeen = -1; // version of the output last asked for
+  #outputAskedMs = 0; // when
   #outputViews = 0; // that show it
   /** Values typed into the form that starts ranks, which may vanish with the kernel; null: none yet. */
   wanted: Wanted | null = null;
@@ -214,7 +218,9 @@ export class PanelModel implements IDisposable {
   #findOutput(): void {
     const version = this.#state?.output ?? -1;
     if (this.#outputViews === 0 || version < 0 || version === this.#outputSeen) return;
+    if (this.#outputSeen >= 0 && Date.now() - this.#outputAskedMs < OUTPUT_REST_MS) return; // another state follows
     this.#outputSeen = version;
+    this.#outputAskedMs = Date.now();
     const rank = this.#outputRank;
     this.#client.ask<"lines">({ word: "output", rank }).then(
       (output) => {

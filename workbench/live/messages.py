@@ -60,7 +60,7 @@ TARGET = "workbench"
 VERSION = 3
 """Version of these messages. It changes with every change that an earlier front end could not read."""
 
-OUTPUT_LINES = 1000
+OUTPUT_LINES = 500
 """Maximum number of lines of what ranks printed in an answer."""
 
 COMMAND = {"typescript": "Command"}
