@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench import heal, live, report
+from bench import heal, live, plan, report
 from bench.aims import Verdict, verdicts
 from bench.between_hosts import compare_hosts
 from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, OURS, RECORDED, TORCH, Case
@@ -25,7 +25,7 @@ from workbench.base.devices import DEVICES
 
 OUT = Path("build/bench.json")
 COMPARED = ("steps", "sharding")
-PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "many", "heal", "trace", "browser", "gpu")
+PARTS = (*COMPARED, "classic", "hosts", "recording", "live", "many", "heal", "plan", "trace", "browser", "gpu")
 FULL = Effort(
     rounds=6,
     steps=7,
@@ -115,6 +115,10 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
                     "deaths": heal.measure_heals,
                     "snapshots": lambda: heal.measure_snapshots(effort.rounds),
                 },
+                "plan": lambda: {
+                    f"{num} ranks": lambda num=num: plan.compare_all(num, quick=effort is QUICK)
+                    for num in plan.NUM_RANKS
+                },
                 "browser": live.browser,
             }
             for name, work in works[part]().items():
@@ -165,7 +169,8 @@ def _recording(case: Case, effort: Effort, engine: str) -> Tree:
 def _apart(name: str, work: Callable[[], Tree]) -> Tree:
     _say("", name)
     found = live.measured(name, work)
-    _say(*report.numbers(found), *report.failures(found))
+    lines = report.plans if "rows" in found else report.numbers
+    _say(*lines(found), *report.failures(found))
     return found
 
 

@@ -44,6 +44,23 @@ def _step(name: str, row: Tree) -> tuple[str, ...]:
     return (name, number(wall["median"], 1), quartiles, *ratios, number(row["cpu_ms"]["median"], 1))
 
 
+def plans(found: Tree) -> Iterator[str]:
+    """Yield lines on plans beside measured steps."""
+    rows = found.get("rows", {})
+    titles = ("", "peak MiB", "measured", "calls", "bytes", "step ms", "measured", "error %")
+    if rows:
+        yield from table(titles, (_plan(name, row) for name, row in rows.items()))
+        summary = {key: value for key, value in found.items() if key not in {"rows", "failed"}}
+        yield "  " + ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in summary.items())
+
+
+def _plan(name: str, row: Tree) -> tuple[str, ...]:
+    peaks = [number(row[key] / 2**20, 2) for key in ("peak_planned", "peak_measured")]
+    same = ["equal" if row["calls_equal"] else "DIFFER", "DIFFER" if row["differing_bytes"] else "equal"]
+    times = [number(row[key], 1) for key in ("planned_ms", "measured_ms", "time_error_percent")]
+    return (name, *peaks, *same, *times)
+
+
 def parts(case: Tree) -> Iterator[str]:
     """Yield lines on the time that our step takes beyond compute alone."""
     names = list(case["parts"])

@@ -57,6 +57,7 @@ from workbench.protocol.commands import (
     to_text,
 )
 from workbench.protocol.example import EXAMPLE
+from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.activations import comparable
 from workbench.replay.units import collectives_words, unmanaged_notes
@@ -105,7 +106,7 @@ from workbench.reports.run_where import RunWhereReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.script.fit_search import FitSearch
-from workbench.script.planner import plan_program
+from workbench.script.planner import PlannedRank, plan_program
 from workbench.session.healing import heal
 from workbench.session.output_log import OutputLog
 from workbench.session.outputs import OnOutput, written_at_once
@@ -1216,7 +1217,7 @@ class Workbench:
     def picture(self, result: object) -> go.Figure | None:
         """Return the figure of a search, or of an explanation with the events that it names; None for other results."""
         if isinstance(result, FitReport):
-            return fit_figure(result.policies, result.limit_bytes, result.headline)
+            return fit_figure(result.policies, result.limit_bytes, result.headline, result.time_error)
         report = result if isinstance(result, ExplainReport) else None
         if report is None or report.picture is None:
             return None
@@ -1342,7 +1343,7 @@ class Workbench:
             model: the variable of the model.
             ranks: number of ranks.
             hosts: number of hosts; None: as few as their devices need.
-            device: a name of :data:`workbench.base.machines.MACHINES`.
+            device: a name of :data:`workbench.base.machines.MACHINES`, or a file of ``workbench calibrate``.
             fn: the step function.
             out: the trace file to write; empty: none.
             on_output: as for :meth:`run_cell`.
@@ -1358,19 +1359,23 @@ class Workbench:
             command = Plan(model, ranks=ranks, hosts=hosts, device=device, fn=fn, **change)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
+        planned_ranks(device, ranks, hosts)
         known = {info.name: info for info in next(iter(self.models().values()), ())}
         if model not in known:
             raise UsageError(f"the ranks have no model {model!r}{did_you_mean(model, known)}")
-        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as name:
+        with (
+            tempfile.TemporaryDirectory(prefix="workbench-plan-") as name,
+            PlannedRank(no_output if command.fit else on_output) as rank,
+        ):
             folder = Path(name)
             if command.fit:
                 search = FitSearch(
-                    lambda each: plan_program(self.program, known[model], each, folder, no_output),
+                    lambda each: plan_program(self.program, known[model], each, folder, rank),
                     lambda each: f"%fsdp {to_text(each)}",
                     lambda each: on_output(Output("stdout", text=f"{each}\n")),
                 )
                 return search.limit(command.fit).run(command)
-            report = plan_program(self.program, known[model], command, folder, on_output)
+            report = plan_program(self.program, known[model], command, folder, rank)
             self._planned = load(folder / "plan.trace")
             if out:
                 save(self._planned, file_at(out))

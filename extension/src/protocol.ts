@@ -498,7 +498,7 @@ export interface Plan extends Omit<Reshard, "word"> {
   readonly word: "plan";
   readonly ranks?: number;
   readonly hosts?: number | null;
-  readonly device?: "a100-40gb" | "a100-80gb" | "h100-80gb" | "h200-141gb" | "b200-180gb";
+  readonly device?: string;
   readonly fit?: string;
   readonly checkpoint?: readonly string[];
   readonly fn?: string;

@@ -3,28 +3,31 @@
 import pytest
 import torch
 
+from tests.helpers.calibrations import CALIBRATION
 from tests.helpers.forked_ranks import on_one_rank
 from workbench.engine._torch import fakes
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.models.c10d import CollectiveWatch
 from workbench.plan.op_times import OpTimes
-from workbench.protocol.planning import planned_ranks
+from workbench.protocol.planning import PlannedRanks, planned_ranks
 
 RANKS = planned_ranks("a100-80gb", 8, 1)
 MACHINE = RANKS.machine
 N = 4096
 
 
-def times(operation, *shapes, dtype=torch.bfloat16):
+def times(operation, *shapes, dtype=torch.bfloat16, ranks=RANKS):
     device = SimulatedDevice(torch.device("cpu"))
+    device.runs_at_once = ranks.machine.calibration is not None
     with fakes():
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         device.synchronize()
         before_ns = device.host.now_ns
-        with OpTimes(device, RANKS, CollectiveWatch()):
+        with OpTimes(device, ranks, CollectiveWatch()):
             operation(*tensors)
-    device.synchronize()
-    return (device.host.now_ns - before_ns - MACHINE.launch_ns) / 1e9
+    if not device.runs_at_once:
+        device.synchronize()
+    return (device.host.now_ns - before_ns - ranks.machine.launch_ns) / 1e9
 
 
 @pytest.mark.parametrize(
@@ -42,3 +45,18 @@ def times(operation, *shapes, dtype=torch.bfloat16):
 @on_one_rank
 def test_an_operation_takes_as_long_as_its_arithmetic_or_its_bytes(operation, shapes, dtype, seconds):
     assert times(operation, *shapes, dtype=dtype) == pytest.approx(seconds, abs=2e-9, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "nanoseconds"),
+    [
+        (torch.add, torch.float32, 600),  # 3 x 4 x 100 bytes, between those that were measured
+        (torch.add, torch.bfloat16, 600),  # not measured: bytes at the rate of the memory
+        (torch.mul, torch.float32, 1200),
+    ],
+)
+@on_one_rank
+def test_an_operation_that_was_measured_takes_that_long_and_the_host_waits(operation, dtype, nanoseconds):
+    ranks = PlannedRanks(machine=CALIBRATION.machine("here"), num_ranks=4)
+    found = times(operation, [100], [100], dtype=dtype, ranks=ranks)
+    assert found == pytest.approx(nanoseconds / 1e9, abs=2e-9)

@@ -2,8 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
+from tests.helpers.calibrations import CALIBRATION
 from workbench.events import Category
-from workbench.reports.plan_report import NOT_COUNTED, PlanReport
+from workbench.protocol.planning import PlannedRanks
+from workbench.reports.plan_report import NOT_COUNTED, PlanReport, error_of
 
 GIB = 2**30
 REPORT = PlanReport(
@@ -39,3 +43,20 @@ def test_what_fits_has_no_problem_and_says_what_is_not_counted():
     assert facts["not counted"] == NOT_COUNTED
     assert facts["see it"] == "workbench view run.plan.trace, or %fsdp compare run.plan.trace last"
     assert dict(replace(report, trace="plan").facts())["see it"] == "%fsdp compare plan last"
+
+
+@pytest.mark.parametrize(
+    ("calibration", "num_ranks", "error"),
+    [
+        (None, 4, ""),
+        (CALIBRATION, 4, "off by up to 10.0 % in 2 steps when calibrated"),
+        (CALIBRATION, 2, "measured figures of 4 ranks; the error on 2 is not known"),
+        (replace(CALIBRATION, held_out=()), 4, "measured figures, whose error is not known"),
+    ],
+)
+def test_a_time_says_how_far_it_may_be_off(calibration, num_ranks, error):
+    machine = replace(CALIBRATION.machine("here"), calibration=calibration)
+    assert error_of(PlannedRanks(machine=machine, num_ranks=num_ranks)) == error
+    report = replace(REPORT, time_error=error)
+    assert f"a step takes about 1.50 s ({error})" in report.headline or not error
+    assert dict(report.facts())["time"] == error or "peak rates" in dict(report.facts())["time"]

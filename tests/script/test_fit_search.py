@@ -1,14 +1,15 @@
 """A search finds what planning every policy would find, and plans no policy that cannot fit."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from workbench.errors import UsageError
-from workbench.events import Category, Unit
+from workbench.events import Category, Param, Unit
 from workbench.protocol.commands import Plan
 from workbench.reports.plan_report import PlanReport
-from workbench.script.fit_search import HALF_PRECISION, FitSearch, read_size
+from workbench.script.fit_search import HALF_PRECISION, FitSearch, read_size, report_exceeds, slack_bytes
 
 MB = 10**6
 OWN = Plan("model", ranks=16, hosts=2)
@@ -141,3 +142,31 @@ def test_what_is_no_size_is_refused(text):
 
 def test_sizes_are_read():
     assert [read_size(text) for text in ("80GB", "1.5 gib", "device")] == [80 * 10**9, 3 * 2**29, 0]
+
+
+def padded(rows):
+    param = Param(
+        fqn="w",
+        shape=(rows, 4),
+        global_shape=(rows, 4),
+        dtype="float32",
+        itemsize=4,
+        shard_dim=0,
+        rows_per_rank=(1,) * rows,
+        padded_rows=-(-rows // 16),
+    )
+    return replace(UNIT, params=(param,))
+
+
+@pytest.mark.parametrize(
+    ("rows", "gathered", "slack"), [(16, 0, 0), (16, 7, 7), (12, 0, 25), (12, 5, 30), (17, 0, 47), (0, 3, 3)]
+)
+def test_what_gathering_and_padding_add_to_a_leaner_policy_is_no_reason_to_leave_others_out(rows, gathered, slack):
+    sizes = {Category.SHARDED_PARAMS: 60, Category.OPTIMIZER_STATE: 40, Category.ACTIVATIONS: 1000}
+    sizes[Category.ALL_GATHER_BUFFERS] = gathered
+    report = replace(
+        planned(OWN), units=(UNIT, padded(rows)), peak_bytes=sum(sizes.values()), peak_bytes_by_category=sizes
+    )
+    assert slack_bytes(report) == slack
+    assert report_exceeds(report, report.peak_bytes - slack - 1)
+    assert not report_exceeds(report, report.peak_bytes - slack)

@@ -11,7 +11,7 @@ from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Plan, Reshard, Shard, Step
 from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
-from workbench.script.planner import plan_program, planned_shard
+from workbench.script.planner import PlannedRank, plan_program, planned_shard
 from workbench.session.program import CompletedCell, CompletedCommand, Program
 
 
@@ -172,7 +172,10 @@ def test_a_program_is_planned_without_its_steps_and_with_one_sharding(tmp_path):
     ]
     program = Program(device="cpu", ranks_per_host=(2,), entries=tuple(entries))
     command = Plan("model", mp="off", ranks=8, device="a100-40gb")
-    report = plan_program(program, SHARDED, command, tmp_path, lambda _: None)
+    with PlannedRank(lambda _: None) as rank:
+        report = plan_program(program, SHARDED, command, tmp_path, rank)
+        again = plan_program(program, SHARDED, replace(command, mp="bf16"), tmp_path, rank)
+    assert again.peak_bytes < report.peak_bytes  # the second of the same process is not of the first's state
     assert (report.num_ranks, report.num_hosts, report.step) == (8, 1, 1)
     kept = 4 * (64 + 8 + 64 + 8)  # both layers, each row of the second padded to eight
     assert report.peak_bytes_by_category[Category.UNSHARDED_PARAMS] == kept

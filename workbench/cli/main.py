@@ -20,14 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from workbench import INSTALL, __version__
-from workbench.base.machines import DEFAULT
 from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 
 if TYPE_CHECKING:
     from workbench.protocol.commands import Plan
     from workbench.reports.plan_report import PlanReport
-    from workbench.session.outputs import OnOutput
+
 
 TOUR = "01_tour.ipynb"
 
@@ -48,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs_script = bool(given) and given[0] in _RUN_SCRIPTS
     if given[:1] == ["plan"]:
         _add_plan_options(parser_of["plan"])
+    if given[:1] == ["calibrate"]:
+        _add_calibrate_options(parser_of["calibrate"])
     end = given.index("--") if runs_script and "--" in given else len(given)
     args, rest = parser.parse_known_args(given[:end])
     args.rest = [*rest, *given[end + 1 :]]
@@ -166,9 +167,13 @@ _PLAN = """\
 Say what a training script would need and take on machines that need not exist: run its first steps as one rank of many,
 on tensors without data. The workbench's engine takes the place of torch's fully_shard and FullyShardedDataParallel in
 the script. Bytes and collectives are what the engine would hold and send; times are the least that the device's
-published peaks allow. The trace can be opened with view, and compared. The script writes no file, and its environment
-has WORKBENCH_PLAN=1. Further arguments go to the script. The exit status is 0 if the bytes fit into the device, 1 if
-they do not, and 2 if the script could not be planned."""
+published peaks allow, or what workbench calibrate has measured. The trace can be opened with view, and compared. The
+script writes no file, and its environment has WORKBENCH_PLAN=1. Further arguments go to the script. The exit status is
+0 if the bytes fit into the device, 1 if they do not, and 2 if the script could not be planned."""
+_CALIBRATE = """\
+Measure how long operations and collectives take on ranks of this machine, within a minute, and write a file that
+workbench plan and %fsdp plan take as --device. Then plan training steps that were not measured for it, run them, and
+write how far the plan was off. Nothing else should be at work meanwhile. The exit status is 1 if a rank failed."""
 _MCP = """\
 Serve the commands of %fsdp as tools of the Model Context Protocol, over standard input and output, to the program that
 starts this command. Without --control, tools that change ranks or write files are not offered, and ranks that a
@@ -187,7 +192,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     words = parser.add_subparsers(
         dest="word",
         required=True,
-        metavar="demo | lab | course | grade | doctor | lint | view | where | verify | plan | mcp | skill",
+        metavar="demo | lab | course | grade | doctor | lint | view | where | verify | plan | calibrate | mcp | skill",
     )
     demo = words.add_parser("demo", description=_DEMO, help="run the tour; write it as a page and a trace")
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
@@ -237,6 +242,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     words.add_parser(
         "plan", description=_PLAN, help="say what a script would need on other machines", allow_abbrev=False
     )
+    words.add_parser("calibrate", description=_CALIBRATE, help="measure this machine, for plans")
     mcp = words.add_parser("mcp", description=_MCP, help="serve the commands of %%fsdp as tools of an agent")
     mcp.add_argument("--control", action="store_true", help="offer tools that change ranks or write files")
     skill = words.add_parser("skill", description=_SKILL, help="print what an agent should know of these tools")
@@ -247,14 +253,28 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     return parser, words.choices
 
 
+def _add_calibrate_options(calibrate: argparse.ArgumentParser) -> None:
+    from workbench.base.devices import HOST, OFFERED  # noqa: PLC0415 - loaded when used
+
+    calibrate.add_argument("-n", "--num-ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
+    calibrate.add_argument("--device", choices=OFFERED, default=HOST, help=f"kind of their devices (default {HOST})")
+    calibrate.add_argument("--out", default="machine.json", metavar="FILE", help="the file (default machine.json)")
+
+
 def _add_plan_options(plan: argparse.ArgumentParser) -> None:
     """Add the options of ``plan``, which other subcommands do without: some are declared with those of ``%fsdp``."""
-    from workbench.protocol.arguments import argument_of  # noqa: PLC0415 - loaded when used
+    from workbench.base.machines import DEFAULT  # noqa: PLC0415 - loaded when used
+    from workbench.protocol.arguments import argument_of  # noqa: PLC0415
     from workbench.protocol.commands import Plan  # noqa: PLC0415
 
     plan.add_argument("--ranks", type=int, default=8, metavar="N", help="number of ranks (default 8)")
     plan.add_argument("--hosts", type=int, metavar="N", help="number of hosts (default: as few as their devices need)")
-    plan.add_argument("--device", default=DEFAULT, metavar="NAME", help=f"such as a100-80gb (default {DEFAULT})")
+    plan.add_argument(
+        "--device",
+        default=DEFAULT,
+        metavar="NAME|FILE.json",
+        help=f"such as a100-80gb (default {DEFAULT}), or a file of workbench calibrate",
+    )
     plan.add_argument(
         "--steps", type=int, default=2, metavar="N", help="steps to run; the last is described (default 2)"
     )
@@ -490,7 +510,7 @@ def _plan(args: argparse.Namespace) -> int:
     from workbench.protocol.commands import Plan, to_text  # noqa: PLC0415 - loaded when used
     from workbench.protocol.planning import CALLED, planned_ranks  # noqa: PLC0415
     from workbench.script.fit_search import FitSearch  # noqa: PLC0415
-    from workbench.script.planner import plan_script  # noqa: PLC0415
+    from workbench.script.planner import PlannedRank, plan_script  # noqa: PLC0415
     from workbench.session.request import no_output  # noqa: PLC0415
     from workbench.views.fit import fit as fit_figure  # noqa: PLC0415
 
@@ -503,26 +523,34 @@ def _plan(args: argparse.Namespace) -> int:
     words = shlex.join([*(["-m"] if args.module else []), args.script, *args.rest])
     out = args.out or f"{Path(args.script).stem}.plan.{'html' if command.fit else 'trace'}"
 
-    def plan(each: Plan, path: str, on_output: OnOutput) -> PlanReport:
-        return plan_script(args.script, args.rest, each, path, on_output, module=args.module, steps=args.steps)
+    def plan(each: Plan, path: str, rank: PlannedRank) -> PlanReport:
+        return plan_script(args.script, args.rest, each, path, rank, module=args.module, steps=args.steps)
 
     try:
         if not command.fit:
-            report = plan(command, out, _show_output)
+            with PlannedRank(_show_output) as rank:
+                report = plan(command, out, rank)
             _write_report(args, report)
             return int(not report.fits)
-        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as folder:
+        with tempfile.TemporaryDirectory(prefix="workbench-plan-") as folder, PlannedRank(no_output) as rank:
             search = FitSearch(
-                lambda each: plan(each, f"{folder}/plan.trace", no_output),
+                lambda each: plan(each, f"{folder}/plan.trace", rank),
                 lambda each: f"workbench {to_text(each).replace(f'plan {CALLED}', 'plan', 1)} {words}",
                 lambda each: sys.stderr.write(f"{each.replace(CALLED, args.script, 1)}\n"),
             )
             found = search.limit(command.fit).run(command)
     except WorkbenchError as error:
         return _fail_of_script(args, error)
-    fit_figure(found.policies, found.limit_bytes, found.headline).write_html(out)
+    fit_figure(found.policies, found.limit_bytes, found.headline, found.time_error).write_html(out)
     _write_report(args, found)
     return int(not found.best)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from workbench.script.calibrator import calibrate  # noqa: PLC0415 - loaded when used
+
+    _write_report(args, calibrate(args.num_ranks, args.device, args.out, partial(_say, sys.stderr)))
+    return 0
 
 
 def _mcp(args: argparse.Namespace) -> int:
@@ -562,6 +590,7 @@ _COMMANDS = {
     "where": _where,
     "verify": _verify,
     "plan": _plan,
+    "calibrate": _calibrate,
     "mcp": _mcp,
     "skill": _skill,
 }

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from workbench.base.machines import TF32
+from workbench.base.machines import TF32, Machine
 from workbench.engine._torch import fake_device, is_fake, named_groups, storage_of
 from workbench.engine.backends.simulated import SimulatedDevice, SimulatedWork
 from workbench.events import Kind
@@ -64,12 +64,19 @@ class OpTimes(DispatchMode):
         device: the device.
         ranks: whose device it is.
         calls: announces the collectives that the program itself issues.
+
+    Attributes:
+        offloads: whether the shards and gradients of the unit that communicates next are in the host's memory.
     """
 
     def __init__(self, device: SimulatedDevice, ranks: PlannedRanks, calls: CallObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._ranks, self._calls = device, ranks, calls
-        self._outcomes = OpOutcomes(_work)
+        self.offloads = False
+        self._outcomes = OpOutcomes(work_of)
+        measured = ranks.machine.calibration
+        self._dtensor_ns = measured.dtensor_ns if measured is not None else 0.0
+        self._unit_ns = measured.unit_ns if measured is not None else 0.0
         self._under_way: dict[int, Any] = {}  # functional collectives, by the storage of their results
 
     def __torch_dispatch__(
@@ -81,6 +88,7 @@ class OpTimes(DispatchMode):
     ) -> Any:  # noqa: ANN401 - of the operation
         """Run an operation, and add its time."""
         if any(issubclass(kind, DTensor) for kind in types):
+            self._device.host.now_ns += round(self._dtensor_ns * num_dtensors(args))
             return NotImplemented  # which calls the same on its local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs or {})
@@ -93,13 +101,10 @@ class OpTimes(DispatchMode):
             self._compute(work)
         return result
 
-    def _compute(self, work: _Work) -> None:
+    def _compute(self, work: OpWork) -> None:
         machine = self._ranks.machine
-        seconds = work.moved / machine.memory_rate
-        if work.flops:
-            seconds = max(seconds, work.flops / machine.peak(_peak_of(work.dtype)))
         self._device.host.now_ns += machine.launch_ns
-        self._device.current_stream().add(round(seconds * 1e9))
+        self._device.compute(round(_op_ns(work, machine)))
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         """Call a collective of c10d."""
@@ -146,7 +151,11 @@ class OpTimes(DispatchMode):
         ranks = tuple(dist.get_process_group_ranks(group))
         payload = 0 if kind is Kind.BARRIER else max(sum(t.nbytes for t in each) for each in (inputs, outputs))
         sent = ring_bytes(kind or Kind.ALL_GATHER, payload, len(ranks))
-        self._device.communicate(group, round(self._ranks.seconds(sent, ranks) * 1e9))
+        self._device.host.now_ns += round(self._unit_ns)
+        seconds = self._ranks.seconds(sent, ranks, kind.key if kind else "")
+        if self.offloads and kind in {Kind.ALL_GATHER, Kind.REDUCE_SCATTER} and not self._device.runs_at_once:
+            seconds += payload / len(ranks) / self._ranks.machine.host_rate  # of the shard, one before, one after
+        self._device.communicate(group, round(seconds * 1e9))
         work = self._device.newest(group)
         self._calls.issued(call, work)
         if not is_async:
@@ -171,29 +180,53 @@ def _is_free(func: Any) -> bool:  # noqa: ANN401
     )
 
 
-class _Work(NamedTuple):
-    """What an operation does: bytes that it reads and writes, its arithmetic, and the dtype of it."""
+def num_dtensors(args: object) -> int:
+    """Return the number of DTensors among the arguments of an operation."""
+    return sum(isinstance(leaf, DTensor) for leaf in tree_leaves(args))
 
+
+class OpWork(NamedTuple):
+    """What an operation does: its name, bytes that it reads and writes, its arithmetic, and the dtype of it."""
+
+    op: str
     moved: int
     flops: int
     dtype: torch.dtype
 
+    @property
+    def amount(self) -> int:
+        """Its arithmetic, or its bytes if that is not counted: the size at which it is measured."""
+        return self.flops or self.moved
 
-def _work(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> _Work | None:  # noqa: ANN401
+    @property
+    def peak(self) -> str:
+        """Name of the rate at which a device multiplies in its dtype."""
+        if self.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+            return TF32
+        return str(self.dtype).removeprefix("torch.")
+
+
+def _op_ns(work: OpWork, machine: Machine) -> float:
+    """Return the device's time for an operation: as measured, or by the roofline if it, or the machine, was not."""
+    if machine.calibration is not None:
+        dtype = str(work.dtype).removeprefix("torch.")
+        if (found := machine.calibration.op_ns_of(work.op, dtype, work.amount)) is not None:
+            return found
+    seconds = work.moved / machine.memory_rate
+    if work.flops:
+        seconds = max(seconds, work.flops / machine.peak(work.peak))
+    return seconds * 1e9
+
+
+def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> OpWork | None:  # noqa: ANN401
     """Return what an operation does on the device; None: nothing."""
     if _is_free(func):
         return None
     tensors = _tensors((args, kwargs, result))
     formula = flop_registry.get(func._overloadpacket)
-    return _Work(
+    return OpWork(
+        op=str(func._overloadpacket),
         moved=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         flops=0 if formula is None else int(formula(*args, **kwargs, out_val=result)),
         dtype=next((tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point), torch.float32),
     )
-
-
-def _peak_of(dtype: torch.dtype) -> str:
-    """Return the name of the rate at which a device multiplies in a dtype."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return TF32
-    return str(dtype).removeprefix("torch.")

@@ -31,7 +31,7 @@ from workbench.engine._torch import NO_VALUE, fakes, is_fake, without_fakes
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.errors import UsageError
-from workbench.events import Edge, Kind
+from workbench.events import Comm, Edge, Kind
 from workbench.models.engines import ACTIVATIONS, use_ours_as_torchs
 from workbench.plan.op_times import OpTimes
 from workbench.protocol.commands import Reshard, Run
@@ -139,6 +139,8 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
     runtime = rank.this_rank()
     device = backend_of(runtime.groups.device)
     assert isinstance(device, SimulatedDevice)
+    measured = ranks.machine.calibration
+    device.runs_at_once = measured is not None and measured.runs_at_once
     use_ours_as_torchs()
     sys.dont_write_bytecode = True
     os.environ[PLANNED] = "1"
@@ -150,7 +152,8 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
         _wait_at_ends_of_steps(runtime.recorder, device)
         without_data = world.enter_context(fakes())
         world.enter_context(_loading(without_data))
-        world.enter_context(OpTimes(device, ranks, runtime.watch.collectives))
+        times = world.enter_context(OpTimes(device, ranks, runtime.watch.collectives))
+        _note_offloads(runtime.recorder, times)
         world.enter_context(OnSimulatedDevice(device))
         with suppress(PlanEnded):
             runtime.execute(Run(run.script, run.args, module=run.module))
@@ -221,6 +224,18 @@ def _wait_at_ends_of_steps(recorder: Recorder, device: SimulatedDevice) -> None:
         before(kind, edge)
 
     recorder.before_own = wait
+
+
+def _note_offloads(recorder: Recorder, times: OpTimes) -> None:
+    """Tell ``times`` before each collective of a unit whether that unit's shards are in the host's memory."""
+    record = recorder.event
+
+    def event(kind: Kind, edge: Edge, unit: int, num_bytes: int, comm: Comm | None, t_ns: int | None) -> None:
+        if kind.info.is_collective and edge is Edge.BEGIN:
+            times.offloads = any(each.index == unit and each.offload for each in recorder.header.units)
+        record(kind, edge, unit, num_bytes, comm, t_ns)
+
+    recorder.event = event  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -316,5 +331,5 @@ def _changing_nothing() -> Iterator[None]:
 
 
 def main(requests: int, answers: int) -> None:
-    """Serve :func:`plan` as :func:`workbench.runtime.piped_rank.main` does."""
-    piped_rank.main(requests, answers, {"plan": plan})
+    """Serve :func:`plan` as :func:`workbench.runtime.piped_rank.main` does, each in a child with all modules loaded."""
+    piped_rank.main(requests, answers, {"plan": plan}, forks=True)

@@ -560,7 +560,7 @@ class Plan(Reshard):
 
     The cells and commands that all ranks have completed run once more, on one planned rank, without any data; then the
     options change the sharding as ``reshard`` does (``shard``, if the model is not sharded), and two steps run. Bytes
-    and collectives are exact; times are the least that the device's published peaks allow.
+    and collectives are exact; times are the least that the device's published peaks allow, or as measured at hand.
 
     Raises:
         ValueError: a field has an invalid value.
@@ -568,7 +568,12 @@ class Plan(Reshard):
 
     ranks: int = argument("number of ranks (default 8)", default=8, read=number)
     hosts: int | None = argument("number of hosts (default: as few as their devices need)", default=None, read=number)
-    device: str = argument(f"device, such as a100-80gb (default {DEFAULT})", default=DEFAULT, choices=tuple(MACHINES))
+    device: str = argument(
+        f"device, such as a100-80gb, or a file that workbench calibrate has written (default {DEFAULT})",
+        default=DEFAULT,
+        metavar="NAME|FILE.json",
+        completes=tuple(MACHINES),
+    )
     fit: str = argument(
         "search the policies for what fits into that many bytes a rank; device: into the device's memory",
         default="",

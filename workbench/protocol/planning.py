@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from workbench.base.machines import Machine, machine
+from workbench.base.text_formats import plural
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Reshard
@@ -26,7 +27,7 @@ class PlannedRun:
         script: path of the script, or name of the module.
         args: its arguments.
         module: whether it is a module.
-        device: a name of :data:`workbench.base.machines.MACHINES`.
+        device: a name of :data:`workbench.base.machines.MACHINES`, or a file of a calibration.
         num_ranks: number of ranks.
         num_hosts: number of hosts.
         steps: number of steps after which the script is ended.
@@ -97,18 +98,30 @@ class PlannedRanks:
         """Number of ranks on each host."""
         return self.num_ranks // self.num_hosts
 
-    def seconds(self, sent_bytes: float, ranks: Sequence[int]) -> float:
+    def seconds(self, sent_bytes: float, ranks: Sequence[int], kind: str = "") -> float:
         """Return the time of a collective on a ring over ``ranks``: alpha-beta, by the slowest link that it crosses.
 
         Args:
             sent_bytes: what each rank sends.
+            kind: of the collective, for a machine that was measured.
             ranks: global ranks of the group.
         """
         if len(ranks) < 2:
             return 0.0
+        if self.machine.calibration is not None:
+            return self.machine.calibration.collective_ns(kind, sent_bytes, len(ranks)) / 1e9
         crosses = len({rank // self.ranks_per_host for rank in ranks}) > 1
         rate = self.machine.network_rate if crosses else self.machine.link_rate
         return sent_bytes / rate + (len(ranks) - 1) * self.machine.latency_ns / 1e9
+
+
+MAX_RANKS = 16_384
+
+
+def most_ranks(device: str) -> int:
+    """Return the largest number of ranks that a search tries: on a machine that was measured, as many as measured."""
+    found = machine(device)
+    return MAX_RANKS if found.calibration is None else found.devices_per_host
 
 
 def planned_ranks(device: str, num_ranks: int, num_hosts: int | None) -> PlannedRanks:
@@ -120,6 +133,11 @@ def planned_ranks(device: str, num_ranks: int, num_hosts: int | None) -> Planned
     found = machine(device)
     if num_ranks < 1:
         raise UsageError(f"a plan is for at least 1 rank, not {num_ranks}")
+    if found.calibration is not None and (num_ranks > found.devices_per_host or (num_hosts or 1) > 1):
+        raise UsageError(
+            f"{found.name} was measured with {plural(found.devices_per_host, 'rank')} on one host, which does not say "
+            f"how long others take; on one host, workbench calibrate -n {num_ranks} measures them"
+        )
     hosts = -(-num_ranks // found.devices_per_host) if num_hosts is None else num_hosts
     if hosts < 1 or num_ranks % hosts:
         raise UsageError(

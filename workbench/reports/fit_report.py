@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from workbench.base.text_formats import format_bytes, format_duration, plural
 from workbench.events import Category
 from workbench.protocol.planning import PlannedPolicy
+from workbench.reports.plan_report import time_words
 from workbench.reports.report import Report
 
 
@@ -24,6 +25,7 @@ class FitReport(Report):
         skipped: options of policies that need at least as much as one that does not fit, and were not planned.
         least: on how few ranks a policy fits, one for each policy that was tried on other numbers of ranks.
         never: policies that fit on no number of ranks, at the largest number that was tried.
+        time_error: how far times are off, in words, on a machine that was measured; empty: they are the least.
     """
 
     device: str
@@ -34,6 +36,7 @@ class FitReport(Report):
     skipped: tuple[str, ...]
     least: tuple[PlannedPolicy, ...]
     never: tuple[PlannedPolicy, ...]
+    time_error: str = ""
 
     @property
     def best(self) -> list[PlannedPolicy]:
@@ -63,13 +66,13 @@ class FitReport(Report):
         if self.problem:
             return f"{needs}\n{self.problem}"
         fastest = self.best[0]
-        time = format_duration(fastest.step_ns)
+        time = time_words(fastest.step_ns, self.time_error)
         if fastest == own:
-            return f"{needs}: it fits, and nothing that fits is faster (a step takes at least {time})"
+            return f"{needs}: it fits, and nothing that fits is faster (a step takes {time})"
         fits = "it fits" if own.fits else f"it does not fit; {broken_by(own)}"
         return (
             f"{needs}: {fits}; fastest of what fits: {fastest.words} "
-            f"({format_bytes(fastest.peak_bytes)}; a step takes at least {time})"
+            f"({format_bytes(fastest.peak_bytes)}; a step takes {time})"
         )
 
     def facts(self) -> list[tuple[str, str]]:

@@ -34,7 +34,8 @@ class PlanReport(Report):
         peak_unit: the unit at work; None: none.
         memory_bytes: memory of the device.
         host_bytes: bytes of offloaded shards, gradients and optimizer state, which are in the host's memory.
-        step_ns: duration of the step, at the published peaks of the device.
+        step_ns: duration of the step: the least at the published peaks of the device, or as measured.
+        time_error: how far that is off, in words, on a machine that was measured; empty: it is the least.
         collectives: the collectives of the step, by kind.
         trace: the trace file.
         units: the units of the model.
@@ -56,6 +57,7 @@ class PlanReport(Report):
     step_ns: int
     collectives: tuple[CollectiveTotal, ...]
     trace: str
+    time_error: str = ""
     units: tuple[Unit, ...] = ()
     blocks: tuple[str, ...] = ()
 
@@ -80,7 +82,7 @@ class PlanReport(Report):
         needs = (
             f"{ranks} needs {format_bytes(self.peak_bytes)} of the {format_bytes(self.memory_bytes)} on {self.device}"
         )
-        found = f"{needs}; a step takes at least {format_duration(self.step_ns)}"
+        found = f"{needs}; a step takes {time_words(self.step_ns, self.time_error)}"
         return f"{found}\n{self.problem}" if self.problem else found
 
     def facts(self) -> list[tuple[str, str]]:
@@ -97,9 +99,27 @@ class PlanReport(Report):
             *([("on the host", format_bytes(self.host_bytes))] if self.host_bytes else []),
             ("collectives", sent or "none"),
             ("not counted", NOT_COUNTED),
-            ("time", "at the peak rates that the vendor publishes, which no program reaches"),
+            ("time", self.time_error or "at the peak rates that the vendor publishes, which no program reaches"),
             ("see it", f"{view}%fsdp compare {self.trace} last"),
         ]
+
+
+def time_words(step_ns: int, error: str) -> str:
+    """Return the time of a step with what is known of its error."""
+    time = format_duration(step_ns)
+    return f"about {time} ({error})" if error else f"at least {time}"
+
+
+def error_of(ranks: PlannedRanks) -> str:
+    """Return how far a time may be off, in words: as calibrate has measured; empty if the figures are published."""
+    measured = ranks.machine.calibration
+    if measured is None:
+        return ""
+    if measured.error_percent is None:
+        return "measured figures, whose error is not known"
+    if ranks.num_ranks != measured.num_ranks:
+        return f"measured figures of {plural(measured.num_ranks, 'rank')}; the error on {ranks.num_ranks} is not known"
+    return f"off by up to {measured.error_percent:.1f} % in {plural(len(measured.held_out), 'step')} when calibrated"
 
 
 def _on_host(trace: Trace) -> tuple[Category, ...]:
@@ -147,5 +167,6 @@ def described(trace: Trace, ranks: PlannedRanks, path: str) -> PlanReport:
         collectives=comms.totals,
         host_bytes=host,
         trace=path,
+        time_error=error_of(ranks),
         units=tuple(trace.header.units),
     )

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subs
 
 from workbench.base.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.base.text_formats import plural
+from workbench.engine._torch import is_fake
 from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
 from workbench.events import Engine, Param, ParamTensors, unit_words
@@ -472,6 +473,8 @@ def _placed(units: Iterable[LintUnit]) -> Iterator[tuple[LintUnit, str, ParamTen
 
 def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
     a, b = local_tensor(one).detach(), local_tensor(other).detach()
+    if is_fake(a) or is_fake(b):  # of a plan
+        return False
     return a.shape == b.shape and torch.equal(a, b) and bool((a != a.reshape(-1)[0]).any())
 
 

@@ -21,14 +21,18 @@ from workbench.models.engines import use_ours_as_torchs
 from workbench.runtime import rank, tracebacks
 
 
-def main(requests: int, answers: int, functions: Mapping[str, Callable[[Any], Any]] | None = None) -> None:
+def main(
+    requests: int, answers: int, functions: Mapping[str, Callable[[Any], Any]] | None = None, *, forks: bool = False
+) -> None:
     """Serve requests until the other end of the pipe is closed; in the middle of one, the process then ends at once.
 
     Args:
         requests: file descriptor to read from.
         answers: file descriptor to write to.
         functions: the functions that requests may name; None: :data:`_FUNCTIONS`.
+        forks: answer each request in a child of this process, whose modules are loaded and whose state is as new.
     """
+    answer_one = _answer_in_child if forks else _answer
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     busy = threading.Event()
     for descriptor in (requests, answers):
@@ -46,7 +50,7 @@ def main(requests: int, answers: int, functions: Mapping[str, Callable[[Any], An
     threading.Thread(target=read, daemon=True).start()
     with os.fdopen(answers, "w") as out:
         while line := waiting.get():
-            answer = json.dumps(_answer(functions or _FUNCTIONS, **json.loads(line)))
+            answer = json.dumps(answer_one(functions or _FUNCTIONS, **json.loads(line)))
             sys.stdout.flush()
             sys.stderr.flush()
             busy.clear()
@@ -64,6 +68,31 @@ def _answer(
         return {"value": functions[function](given)}
     except BaseException as error:  # noqa: BLE001 - a script may raise anything
         return {"error": _report(error)}
+
+
+def _answer_in_child(
+    functions: Mapping[str, Callable[[Any], Any]],
+    function: str,
+    given: Any,  # noqa: ANN401 - JSON data
+) -> Any:  # noqa: ANN401 - JSON data
+    """Answer in a child; if that dies, this process dies of the same."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with os.fdopen(write, "w") as out:
+            json.dump(_answer(functions, function, given), out)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    if not text:
+        os._exit(code)  # as the script did
+    return json.loads(text)
 
 
 def _ask(request: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data

@@ -1,12 +1,15 @@
 """A search of the policies that can be typed: each is planned by the engine itself, unless it cannot fit.
 
-Of two values of an option, one never needs more memory than the other, all else equal: full parameters that are freed
-after forward, blocks that keep only their inputs, one copy over all ranks, a unit for each block, shards in the host's
-memory. What needs at least as much as a policy that does not fit is not planned.
+Of two values of an option, one is leaner, all else equal: full parameters that are freed after forward, blocks that
+keep only their inputs, one copy over all ranks, a unit for each block. At each moment, the other value keeps what the
+leaner one keeps, except what gathering again and padding add to the leaner one: buffers of all-gathers in backward, and
+rows that make parameters divide. So a policy is not planned if a leaner one exceeds the limit by more than its own
+:func:`slack_bytes`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,13 +17,13 @@ from itertools import product
 from typing import Any
 
 from workbench.errors import UsageError
+from workbench.events import Category, Unit
 from workbench.protocol.commands import Plan, to_text
-from workbench.protocol.planning import PlannedPolicy, planned_ranks
+from workbench.protocol.planning import PlannedPolicy, most_ranks, planned_ranks
 from workbench.protocol.policy import HOSTS
 from workbench.reports.fit_report import FitReport, with_best
 from workbench.reports.plan_report import PlanReport
 
-MAX_RANKS = 16_384
 HALF_PRECISION = "bf16,reduce=fp32"
 _GAIN = 0.005
 """A smaller relative decrease of the peak, with twice the ranks, means that more ranks do not help."""
@@ -49,7 +52,7 @@ class _Axis:
     """An option with two values.
 
     Attributes:
-        lean: the value that never needs more memory, as fields of :class:`Plan`.
+        lean: the value that needs no more memory, but for :func:`slack_bytes`, as fields of :class:`Plan`.
         other: the other one.
     """
 
@@ -98,6 +101,7 @@ class FitSearch:
             num_ranks=first.num_ranks,
             num_hosts=first.num_hosts,
             limit_bytes=self._limit,
+            time_error=first.time_error,
             policies=with_best(here),
             skipped=tuple(_options(own, plan) for plan in skipped),
             least=tuple(self._policy(own, plan) for plan, fits in tried if fits),
@@ -126,7 +130,7 @@ class FitSearch:
             if any(_leaner(choice, place) in unfit for place, is_other in enumerate(choice) if is_other):
                 unfit.add(choice)
                 skipped.extend([plan] if plan not in self._planned else [])
-            elif not self._fits(self._report(plan)):
+            elif report_exceeds(self._report(plan), self._limit):
                 unfit.add(choice)
 
     def _fewest(self, own: Plan, plan: Plan) -> tuple[Plan | None, bool]:
@@ -137,10 +141,10 @@ class FitSearch:
         if plan.mesh and plan.mesh != HOSTS:
             return None, False
         per_host = planned_ranks(own.device, own.ranks, own.hosts).ranks_per_host
-        fits = self._fits(self._report(plan))
+        fits, most = self._fits(self._report(plan)), most_ranks(own.device)
         while True:
             ranks = plan.ranks // 2 if fits else plan.ranks * 2
-            if (fits and plan.ranks % 2) or ranks > MAX_RANKS:
+            if (fits and plan.ranks % 2) or ranks > most:
                 return plan, fits
             other = replace(plan, ranks=ranks, hosts=max(1, ranks // per_host))
             report = self._report(other)
@@ -184,6 +188,42 @@ class FitSearch:
         yield {}
         if not own.mp and any(unit.compute_dtype == "float32" for unit in first.units):
             yield {"mp": HALF_PRECISION}
+
+
+_PADDED = (
+    Category.SHARDED_PARAMS,
+    Category.UNSHARDED_PARAMS,
+    Category.SHARDED_GRADS,
+    Category.UNSHARDED_GRADS,
+    Category.OPTIMIZER_STATE,
+)
+_GATHERED = (Category.ALL_GATHER_BUFFERS, Category.REDUCE_SCATTER_BUFFERS)
+
+
+def report_exceeds(report: PlanReport, limit_bytes: int) -> bool:
+    """Whether neither a policy, nor one that is less lean, fits."""
+    return report.peak_bytes - slack_bytes(report) > limit_bytes
+
+
+def slack_bytes(report: PlanReport) -> int:
+    """Return the bytes at a policy's peak that a less lean policy may do without.
+
+    Buffers of collectives, and the padding in what consists of parameters.
+    """
+    at_peak = report.peak_bytes_by_category
+    of_params = sum(at_peak.get(category, 0) for category in _PADDED)
+    padding = of_params * max(map(_padding_share, report.units), default=0.0)
+    return sum(at_peak.get(category, 0) for category in _GATHERED) + math.ceil(padding)
+
+
+def _padding_share(unit: Unit) -> float:
+    """Return how much of a unit's full parameters is padding, from 0 to 1."""
+    params = [param for param in unit.params if math.prod(param.shape)]
+    whole = sum(math.prod(param.shape) for param in params)
+    padded = sum(
+        math.prod(param.shape) * param.padded_rows * unit.shard_size / param.shape[param.shard_dim] for param in params
+    )
+    return max(1 - whole / padded, 0.0) if padded else 0.0
 
 
 def _axes(own: Plan, first: PlanReport) -> list[_Axis]:

@@ -27,10 +27,17 @@ _UNKNOWN = StepReply(steps_done=_STEPS, losses=None, seconds=(), optimizer_steps
 """A reply without losses, so that the script's loop does not send them."""
 
 
-class _PlannedRank(ScriptRanks):
-    """The process of one planned rank."""
+class PlannedRank(ScriptRanks):
+    """The process from which planned ranks are forked, one for each plan.
+
+    Args:
+        on_output: called with the output of the scripts.
+    """
 
     main = "workbench.plan.planning_rank"
+
+    def __init__(self, on_output: OnOutput) -> None:
+        super().__init__(1, on_output)
 
     def _connect(self) -> None:
         """Do nothing: the rank has no peers."""
@@ -46,7 +53,7 @@ def plan_script(
     args: Sequence[str],
     command: Plan,
     out: str | os.PathLike[str],
-    on_output: OnOutput,
+    rank: PlannedRank,
     *,
     module: bool = False,
     steps: int = 2,
@@ -59,7 +66,7 @@ def plan_script(
         command: the cluster, and how the first model that the script calls is sharded then; what is not given stays as
             it is. Its model is :data:`CALLED`.
         out: the trace file.
-        on_output: called with the script's output.
+        rank: runs the script.
         module: whether ``script`` is a module.
         steps: how many steps; the last one is described, as an optimizer makes its state in the first.
 
@@ -74,7 +81,7 @@ def plan_script(
         script=script if module else os.path.abspath(script),
         args=tuple(args),
         module=module,
-        device=ranks.machine.name,
+        device=os.path.abspath(command.device) if ranks.machine.calibration else command.device,
         num_ranks=ranks.num_ranks,
         num_hosts=ranks.num_hosts,
         steps=steps,
@@ -82,14 +89,13 @@ def plan_script(
         change=change_of(command, ranks),
         checkpoint=tuple(command.checkpoint),
     )
-    with _PlannedRank(1, on_output) as rank:
-        taken, blocks = rank.run(planned)
+    taken, blocks = rank.run(planned)
     if not taken:
         raise UsageError(f"{Path(script).name} took no training step: a step ends with an optimizer's step()")
     return replace(described(load(out), ranks, os.fspath(out)), blocks=blocks)
 
 
-def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path, on_output: OnOutput) -> PlanReport:
+def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path, rank: PlannedRank) -> PlanReport:
     """Plan what the ranks of a notebook have run so far, with another sharding of a model.
 
     Args:
@@ -97,7 +103,7 @@ def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path
         model: the model.
         command: the cluster, the step function, and how the model would be sharded; what is not given stays as it is.
         folder: a folder for the script and the trace, ``plan.trace``.
-        on_output: called with the program's output.
+        rank: runs the program.
 
     Raises:
         UsageError: the program cannot be written as a script, or as :func:`plan_script`.
@@ -114,7 +120,7 @@ def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path
     file = folder / "planned.py"
     file.write_text(write_script(replace(program, entries=tuple(entries)), WORKBENCH, file.name).text, "utf-8")
     named = Plan(CALLED, ranks=command.ranks, hosts=command.hosts, device=command.device, checkpoint=command.checkpoint)
-    return plan_script(str(file), (), named, folder / "plan.trace", on_output)
+    return plan_script(str(file), (), named, folder / "plan.trace", rank)
 
 
 def change_of(command: Plan, ranks: PlannedRanks) -> Reshard:

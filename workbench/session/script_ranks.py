@@ -60,7 +60,7 @@ class _RankProcess:
 
 
 class ScriptRanks:
-    """Ranks on CPUs of this machine, from the start of the block to its end.
+    """Ranks of this machine, on CPUs unless a subclass says otherwise, from the start of the block to its end.
 
     Args:
         num_ranks: number of ranks.
@@ -68,9 +68,11 @@ class ScriptRanks:
 
     Attributes:
         main: the module whose ``main`` a rank's process runs.
+        device: kind of the ranks' devices.
     """
 
     main = "workbench.runtime.piped_rank"
+    device = "cpu"
 
     def __init__(self, num_ranks: int, on_output: OnOutput) -> None:
         if num_ranks < 1:
@@ -96,7 +98,12 @@ class ScriptRanks:
 
     def _connect(self) -> None:
         here = HostInfo(name="here", identity="this host", address=LOOPBACK, interface=LOOPBACK_INTERFACE)
-        of_one = {"world_size": self._num_ranks, "local_world_size": self._num_ranks, "device": "cpu", "host": here}
+        of_one = {
+            "world_size": self._num_ranks,
+            "local_world_size": self._num_ranks,
+            "device": self.device,
+            "host": here,
+        }
         boots = [encode(Boot(rank=rank, local_rank=rank, **of_one)) for rank in self._ranks]  # type: ignore[arg-type]
         address = self._call("boot", *boots)[0]
         self._call("connect", encode(Connect(address=decode(Boot.reply, address, "address"))))

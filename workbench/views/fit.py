@@ -22,13 +22,14 @@ _LOOKS = {
 }
 
 
-def fit(policies: Sequence[PlannedPolicy], limit_bytes: int, title: str) -> go.Figure:
+def fit(policies: Sequence[PlannedPolicy], limit_bytes: int, title: str, time_error: str = "") -> go.Figure:
     """Return the figure of policies.
 
     Args:
         policies: the policies, on one number of ranks.
         limit_bytes: the most bytes that fit.
         title: what the search found.
+        time_error: how far times are off, in words; empty: they are the least.
     """
     divisor, unit = byte_unit(max(limit_bytes, *(policy.peak_bytes for policy in policies)))
     time_divisor, time_name = time_unit(max(policy.step_ns for policy in policies))
@@ -59,7 +60,7 @@ def fit(policies: Sequence[PlannedPolicy], limit_bytes: int, title: str) -> go.F
         line={"color": theme.INK, "width": 1, "dash": "dash"},
         annotation={"text": f"{format_bytes(limit_bytes)} fit", "font": {"color": theme.INK}},
     )
-    fig.update_xaxes(title_text=f"step, at least [{time_name}]", rangemode="tozero")
+    fig.update_xaxes(title_text=f"step, {time_error or 'at least'} [{time_name}]", rangemode="tozero")
     fig.update_yaxes(title_text=f"peak of a rank [{unit}]", rangemode="tozero")
     fig.update_layout(**theme.legend_below(len(_LOOKS)), hovermode="closest")
     return fig

@@ -149,9 +149,11 @@ class SimulatedDevice(StreamBackend):
     Attributes:
         host: the host's clock.
         latency_ns: time from the host's call until an idle stream begins the work.
+        runs_at_once: the host waits for whatever it issues, as on a device that is the host's own processor.
     """
 
     latency_ns = 0
+    runs_at_once = False
     averages = True
     fuses_copies = True
     c10d = "fake"
@@ -211,11 +213,20 @@ class SimulatedDevice(StreamBackend):
             self._of_groups[process_group] = self.make_stream(is_urgent=True)
         return self._of_groups[process_group]
 
+    def compute(self, duration_ns: int) -> None:
+        """Issue work to the current stream."""
+        self._add(self._current, duration_ns)
+
     def communicate(self, process_group: dist.ProcessGroup, duration_ns: int) -> None:
         """Issue a collective: it begins after what was issued to the current stream so far."""
         stream = self.stream_of(process_group)
         stream.wait_stream(self._current)
+        self._add(stream, duration_ns)
+
+    def _add(self, stream: SimulatedStream, duration_ns: int) -> None:
         stream.add(duration_ns)
+        if self.runs_at_once:
+            self.wait_until(stream.until_ns)
 
     def newest(self, process_group: dist.ProcessGroup) -> SimulatedWork:
         """Return the work of a group's newest collective."""
