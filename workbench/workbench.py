@@ -107,7 +107,7 @@ from workbench.reports.stop_positions import live_units, param_names
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.script.fit_search import FitSearch
 from workbench.script.planner import PlannedRank, plan_program
-from workbench.session.healing import heal
+from workbench.session.healing import heal, snapshot_notice
 from workbench.session.output_log import OutputLog
 from workbench.session.outputs import OnOutput, written_at_once
 from workbench.session.program import CompletedCommand, Program
@@ -772,7 +772,10 @@ class Workbench:
     ) -> Any:  # noqa: ANN401 - as :meth:`do`
         listener = RequestListener(on_progress=on_progress, on_output=on_output, on_standing=on_standing)
         if command.on_ranks:
-            return self._started().run(command, listener)
+            session = self._started()
+            if isinstance(command, Step) and command.snapshot and (notice := snapshot_notice(session)):
+                on_notice(notice)
+            return session.run(command, listener)
         self._check_started_for(command)
         name, arguments = command.call()
         if isinstance(command, Start) and self._runs_with(arguments):

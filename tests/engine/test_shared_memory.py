@@ -153,7 +153,7 @@ def test_memory_of_another_host_or_namespace_is_not_mapped(there, tmp_path):
             )
         )
         with pytest.raises(error, match=message):
-            shared_memory._map(f"{os.getpid()} {fd} workbench-0123 ", 8)
+            shared_memory.map_memory(f"{os.getpid()} {fd} workbench-0123 ", 8)
 
 
 # ---- failures
@@ -314,7 +314,7 @@ def test_processes_that_hold_memory_are_found():
     name = f"workbench-{os.getpid()}"  # unique on this machine
     fd = os.memfd_create(name)
     os.posix_fallocate(fd, 0, 1)
-    own = shared_memory._map(f"{os.getpid()} {fd} {name} ", 1)
+    own = shared_memory.map_memory(f"{os.getpid()} {fd} {name} ", 1)
     assert mapped() == [name]
     assert open_files() == [f"/memfd:{name} (deleted)"]
     assert holders(name) == [str(os.getpid())]

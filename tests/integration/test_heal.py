@@ -8,7 +8,9 @@ import pytest
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
+from workbench.base.text_formats import format_bytes
 from workbench.errors import RankDied, UsageError
+from workbench.magics.command_lines import parse_line
 from workbench.session import healing
 from workbench.trace.invariants import check
 
@@ -49,6 +51,8 @@ def train_step():
     return losses[-1]
 """
 STEPS, EVERY = 8, 3
+WITH = {"snapshot": EVERY}, f" --snapshot {EVERY}", 2, ()  # 5 steps were done
+WITHOUT = {}, "", 0, (1,)  # rank 1 has the shards of rank 3
 POLICIES = {
     2: {"fully_shard": {}, "classic": {"api": "classic"}, "mixed": {"mp": "bf16"}, "offload": {"offload": True}},
     4: {
@@ -99,10 +103,12 @@ def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
         wb.step(STEPS)
         expected = losses_of(wb)
         prepare(wb, **policy)
-        train_until(wb, {last: 5}, snapshot=EVERY)
+        options, words, redone, holder = WITHOUT if "hybrid" in name else WITH
+        train_until(wb, {last: 5}, **options)
         healed = wb.heal()
-        assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.failed) == ((last,), 2, 0, ()), name
-        assert healed.next == f"%fsdp step {STEPS - 5} --snapshot {EVERY}"
+        assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.failed) == ((last,), redone, 0, ()), name
+        assert (healed.replicas, healed.lacking) == (holder, ())
+        assert healed.next == f"%fsdp step {STEPS - 5}{words}"
         assert losses_of(wb) == {rank: each[:5] for rank, each in expected.items()}, name
         wb.run_cell("doomed.clear()")
         kill(wb, 0)  # at which all meet, and between two commands; a heal leaves a snapshot
@@ -144,3 +150,54 @@ def test_what_cannot_be_restored_is_named(wb, monkeypatch):
     assert (healed.ranks, healed.steps_lost, healed.next) == ((3,), 5, f"%fsdp step {STEPS} --snapshot {EVERY}")
     assert set(map(len, losses_of(wb).values())) == {0}
     assert [type(entry).__name__ for entry in wb.program.entries].count("CompletedCommand") == 1, "steps are lost"
+
+
+KILLED_AT = {
+    "snapshots.capture": (3, 3),  # the snapshot after 6 steps is not copied, or not sent: the one before is whole
+    "snapshots.Snapshots._send": (3, 3),
+    "snapshots.Snapshots._receive": (3, 1),  # it was sent a step ago
+    "checkpoint_writer.write_chunk": (1, None),  # in a thread, while training goes on
+}
+FAULT = """
+import os, signal
+from workbench.runtime import checkpoint_writer, snapshots
+def die_in(owner, name, calls):
+    original = getattr(owner, name)
+    def counted(*args, **options):
+        calls.append(name)
+        if len(calls) == {nth}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    setattr(owner, name, counted)
+die_in({owner}, "{name}", [])
+"""
+
+
+@pytest.mark.parametrize("wb", [4], indirect=True)
+def test_a_rank_that_dies_inside_a_snapshot_or_save_is_healed_from_a_whole_snapshot(wb, tmp_path):
+    prepare(wb)
+    wb.step(STEPS)
+    expected = losses_of(wb)
+    said = []
+    wb.do(parse_line("step 1 --snapshot 2"), on_notice=said.append)
+    params = [3 * 6, 3, 2 * 12, 2, 5, 1]  # elements on rank 0, which has most
+    padded = sum(-(-4 * numel // 64) * 64 for numel in params)
+    state = 3 * padded + len(params) * 64 + 64  # parameters and two moments, a step count of each, and the buffer
+    each = f"2 copies of {format_bytes(state)}"
+    assert said == [f"snapshots take {format_bytes(2 * state)} of host memory on each rank, {each}"]
+    taken = wb.snapshot()
+    assert 2 * state < taken.kept_bytes < 2 * (state + 2000), "the rest is numbers and texts"
+    kept = format_bytes(taken.kept_bytes)
+    assert wb.status().ranks[0].doing == f"idle; keeps {kept} of snapshots"
+    for where, (nth, redone) in KILLED_AT.items():
+        owner, _, name = where.rpartition(".")
+        prepare(wb)
+        wb.run_cell(FAULT.format(owner=owner, name=name, nth=nth), ranks=[2])
+        with pytest.raises(RankDied):
+            wb.step(STEPS, snapshot=EVERY, save=str(tmp_path / "runs"), every=EVERY)
+        wait_until(lambda: 2 in wb.losses)
+        healed = wb.heal()
+        assert (healed.ranks, healed.steps_lost) == ((2,), 0), where
+        assert redone in {None, healed.steps_redone}, where
+        wb.do(parse_line(healed.next.removeprefix("%fsdp ")))
+        assert losses_of(wb) == expected, where

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -32,7 +33,7 @@ from workbench.cluster.rank_assignment import EngineInfo, boots, in_order, looko
 from workbench.cluster.release_ranks import free, late
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, RankRequest
-from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, RankPast, World
+from workbench.protocol.starting import Boot, ClusterOwner, Connect, ConnectReply, RankPast, World, private_file
 
 R = TypeVar("R")
 
@@ -112,6 +113,7 @@ class Cluster:
         self._place: EngineProvider | None = None
         self._channels: Channels | None = None
         self._rank_info: tuple[ConnectReply, ...] = ()
+        self._session = uuid.uuid4().hex  # names files of the ranks
 
     @classmethod
     def attached(
@@ -384,7 +386,8 @@ class Cluster:
 
     def _boot(self, place: EngineProvider, requests: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
         """Build the process group and set up the control channels; return the reply of each rank when it connected."""
-        booted = self._begin(place, requests)
+        named = {rank: replace(request, session=self._session) for rank, request in requests.items()}
+        booted = self._begin(place, named)
         address = booted[0]
         if address is None:
             raise ClusterError("rank 0 did not send the address of the process group")
@@ -473,6 +476,8 @@ class Cluster:
 
     def _end(self, place: EngineProvider, left: list[str]) -> None:
         left.append(place.end())
+        for rank in range(self.num_ranks):  # of ranks that were killed, on this host
+            private_file(self._session, rank).unlink(missing_ok=True)
 
     def detach(self) -> None:
         """Release the ranks without stopping them; they keep their variables and can be attached again.

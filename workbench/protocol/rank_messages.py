@@ -120,6 +120,7 @@ class Position:
         given_up: whether it was aborted and its groups have not been rebuilt since.
         optimizer_steps: number of optimizer steps since its start.
         saving: how far the checkpoint is that it writes, as text; empty: it writes none.
+        snapshot_bytes: bytes of the snapshots that it keeps.
         tickets: results of jobs, by ticket, until a ``Forget``.
     """
 
@@ -136,6 +137,7 @@ class Position:
     given_up: bool = False
     optimizer_steps: int = 0
     saving: str = ""
+    snapshot_bytes: int = 0
     tickets: dict[str, JobReply] = field(default_factory=dict)
 
 
@@ -396,16 +398,33 @@ class SnapshotMark:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaMark:
+    """The state that a rank holds for its replicas.
+
+    Attributes:
+        step: number of steps that led to it.
+        mark: when, inside a ``step`` command; entry -1: outside.
+        ranks: the ranks that hold the same parameters and optimizer state, this one included.
+    """
+
+    step: int
+    mark: SnapshotMark
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Marks:
     """The snapshots that a rank keeps.
 
     Attributes:
         own: its own.
         held: those of the rank before it.
+        replica: what it holds for its replicas; None: it has none, or a step has changed a part of the state.
     """
 
     own: tuple[SnapshotMark, ...]
     held: tuple[SnapshotMark, ...]
+    replica: ReplicaMark | None = None
 
 
 @request("give up")

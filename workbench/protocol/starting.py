@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from workbench.protocol.commands import RankRequest, request
@@ -69,6 +71,7 @@ class Boot(RankRequest[Address | None]):
         device: kind of its device, one of :data:`workbench.base.devices.DEVICES`.
         host: its machine.
         past: what it continues; None: nothing.
+        session: a name that these ranks share with no others, for their files.
     """
 
     rank: int
@@ -78,6 +81,12 @@ class Boot(RankRequest[Address | None]):
     device: str
     host: HostInfo
     past: RankPast | None = None
+    session: str = ""
+
+
+def private_file(session: str, rank: int) -> Path:
+    """Return the file, on its host, in which a rank of a session keeps what only it holds of a training."""
+    return Path(tempfile.gettempdir()) / f"fsdp-workbench-state-{session}-{rank}"
 
 
 @dataclass(frozen=True, kw_only=True)

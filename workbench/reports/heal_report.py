@@ -25,7 +25,9 @@ class HealReport(Report):
         other: what is not as it was when they were lost, by expression, on the other ranks.
         left_out: cells and commands that are no part of the program, such as those on some ranks only.
         failed: cells and commands that raised this time, each with its error.
-        has_snapshot: whether there was a whole snapshot.
+        has_snapshot: whether the state is that of a snapshot.
+        replicas: ranks whose state the others got, as they hold the same parameters; empty: none.
+        lacking: ranks that got it, and whose random numbers and variables of that step are lost.
         next: what to type to go on with the steps that were interrupted; empty: none were.
     """
 
@@ -40,6 +42,8 @@ class HealReport(Report):
     left_out: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     has_snapshot: bool = False
+    replicas: tuple[int, ...] = ()
+    lacking: tuple[int, ...] = ()
     next: str = ""
 
     @property
@@ -58,8 +62,20 @@ class HealReport(Report):
         found = [("repeated", f"{plural(self.cells, 'cell')} and commands, on all ranks; nothing is recorded twice")]
         if self.has_snapshot:
             found.append(("steps", f"from a snapshot; {plural(self.steps_redone, 'step')} done again after it"))
+        if self.replicas:
+            found.append(
+                ("state", f"of the last completed step, from {label(self.replicas)}, which had the same shards")
+            )
+        if self.lacking:
+            own = "random numbers, buffers and variables are those before the last step: it died as it ended that step"
+            found.append(("own state", f"{label(self.lacking)}: {own}"))
         if self.steps_lost:
-            found.append(("lost", f"{plural(self.steps_lost, 'step')}: there is no whole snapshot"))
+            found.append(
+                (
+                    "lost",
+                    f"{plural(self.steps_lost, 'step')}: no whole snapshot, and no replica with a whole state",
+                )
+            )
         if self.kept:
             found.append(("kept", f"{listed(self.kept)}: no repeated cell makes them, and the others had them"))
         if self.other:
@@ -71,6 +87,6 @@ class HealReport(Report):
         if self.failed:
             found.append(("raised", "; ".join(self.failed)))
         if self.next:
-            more = " --snapshot 10 goes on, with a snapshot every 10 steps" if not self.has_snapshot else " goes on"
+            more = " --snapshot 10 goes on, with a snapshot every 10 steps" if self.steps_lost else " goes on"
             found.append(("next", f"{self.next}{'' if '--snapshot' in self.next else more}"))
         return found

@@ -60,13 +60,14 @@ from workbench.protocol.rank_messages import (
     Position,
     PreviewUnits,
     RecordSummary,
+    ReplicaMark,
     Shut,
     SnapshotMark,
     Stacks,
     StepPosition,
     read_request,
 )
-from workbench.protocol.starting import Boot, Connect, ConnectReply
+from workbench.protocol.starting import Boot, Connect, ConnectReply, private_file
 from workbench.runtime import (
     error_notes,
     faults,
@@ -88,17 +89,22 @@ from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.lint import history_of
 from workbench.runtime.model_summary import outermost, sharded_variables
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
+from workbench.runtime.private_state import PrivateState, PrivateStates
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
-from workbench.runtime.snapshots import SNAPSHOTS
+from workbench.runtime.snapshots import SNAPSHOTS, flat_bytes, plain_variables
 from workbench.runtime.stacks import stacks, user_line
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.training_history import TrainingHistory
+from workbench.runtime.training_state import TrainingObjects, capture
 from workbench.runtime.verify import verify
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
 from workbench.trace.schema import Header, RankInfo
+
+_OUTSIDE = SnapshotMark(entry=-1, count=0)
+"""The mark of a private state that no step command wrote."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,9 @@ class RankRuntime:
         models: ids of the modules that variables held when models were announced last.
         replay: what it goes on from when it has repeated what was done before; None: it does not repeat anything.
         entry: number of entries of the program that were done before its current command.
+        snapshot_at: number of entries of the program at which the newest snapshot is of the state now.
+        replicas: ranks that hold the same parameters and optimizer state, this one included; empty: there are none.
+        private: writes what they do not hold; None: no file was named.
     """
 
     groups: ProcessGroups
@@ -159,11 +168,16 @@ class RankRuntime:
     models: set[int] = field(default_factory=set)
     replay: ReplayedSteps | None = None
     entry: int = 0
+    snapshot_at: int = -1
+    replicas: tuple[int, ...] = ()
+    private: PrivateStates | None = None
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
         self.doing = command.word
         self.commands += 1
+        if not isinstance(command, Step) or not command.snapshot:
+            self.snapshot_at = -1
         try:
             if isinstance(command, Step):
                 self.history.watch_gradients()
@@ -185,6 +199,7 @@ class RankRuntime:
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
                 self.note_models()
+                self.write_private()
                 return result
         finally:
             self.doing = ""
@@ -193,12 +208,45 @@ class RankRuntime:
         """Save or take a snapshot if a command asks for it after so many of its steps; one step later it is whole."""
         if done and command.saves_after(done):
             saver.begin()
-        if not command.snapshot:
-            return
-        if done % command.snapshot == 0:
-            self.take_snapshot(done)
-        else:
+        if command.snapshot and done % command.snapshot == 0:
+            if done or self.snapshot_at != self.entry:
+                self.take_snapshot(done)
+            self.snapshot_at = self.entry + 1 if done == command.count else -1
+        elif command.snapshot:
             SNAPSHOTS.finish()
+        self.write_private(SnapshotMark(entry=self.entry, count=done))
+
+    def write_private(self, mark: SnapshotMark = _OUTSIDE) -> None:
+        """Write what only this rank holds, if others hold the rest; no-op while what was done before is repeated."""
+        if self.private is not None and len(self.replicas) > 1 and self.replay is None:
+            trainer = self.trainer
+            try:
+                objects = TrainingObjects.among(variables())
+                self.private.write(mark, objects, trainer.trained_steps, plain_variables(), trainer.optimizer_steps)
+            except Exception:  # noqa: BLE001 - a state_dict() of the program may raise anything; training goes on
+                self.private.remove()
+
+    def hold_replica(self) -> ReplicaMark | None:
+        """Keep the state of the last completed step for the replicas of this rank; None: it is not to be had."""
+        if SNAPSHOTS.replica is None and self.private is not None and len(self.replicas) > 1 and self.replay is None:
+            with self.watch.paused():
+                self.reshard_models()
+                objects = TrainingObjects.among(variables())
+                private = self.private.newest(objects, self.trainer.optimizer_steps)
+                if private is not None and objects.all_are_sharded():
+                    SNAPSHOTS.hold(capture(objects, private.state.step), private, self.replicas)
+        found, ranks = SNAPSHOTS.replica, SNAPSHOTS.replicas
+        return None if found is None else ReplicaMark(step=found.state.step, mark=found.mark, ranks=ranks)
+
+    def _replicas(self) -> tuple[int, ...]:
+        """Return the ranks that hold the same shards of all models as this one, itself included; empty: unknown."""
+        found: set[int] | None = None
+        for model in sharded_variables().values():
+            for each in self.watch.models_in(model):
+                for unit in each.units:
+                    ranks = set(each.layout_of(unit.index).replicas or ())
+                    found = ranks if found is None else found & ranks
+        return tuple(sorted(found or ()))
 
     def take_snapshot(self, done: int) -> SnapshotReply:
         """Take a snapshot after ``done`` steps of the program's next entry; collective."""
@@ -225,6 +273,7 @@ class RankRuntime:
         self.watch.note(outermost(models).values())
         self.recorder.note_gone()
         self.trainer.note_models()
+        self.replicas = self._replicas()
 
     def account_optimizers(self) -> None:
         """Record the bytes of optimizer state after a command replaced it."""
@@ -257,6 +306,7 @@ class RankRuntime:
             given_up=cancellation.is_set,
             optimizer_steps=self.trainer.optimizer_steps,
             saving="" if self.writer is None else self.writer.words,
+            snapshot_bytes=SNAPSHOTS.num_bytes,
             tickets=self.gate.tickets,
         )
 
@@ -372,7 +422,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     global _runtime  # noqa: PLW0603 - one rank per process, by definition
     request: Boot = decode(Boot, data, "boot")
     past = request.past
-    shutdown()  # the last stop may have missed it: it was busy, or its host was unreachable
+    shutdown(goes_on=past is not None)  # the last stop may have missed it: it was busy, or its host was unreachable
     backend = backends.choose(request.device, request.local_rank)
     process_groups = ProcessGroups(
         rank=request.rank,
@@ -388,6 +438,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
     recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
+    private = PrivateStates(private_file(request.session, request.rank)) if request.session else None
     if past is None:
         SNAPSHOTS.forget()
     else:
@@ -407,6 +458,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     emptied, watch = EmptiedTensors().install(), Watch().begin()
     history = history_of(recorder, watch).install()
     _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, history, hooks)
+    _runtime.private = private
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
 
@@ -432,6 +484,7 @@ def _after_cell(_: object) -> None:
         _runtime.membership.end_cell()
         with suppress(RuntimeError):  # after a device error nothing can be read from the device
             _runtime.note_models()
+            _runtime.write_private()
 
 
 def connect(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
@@ -541,23 +594,52 @@ def begin_replay() -> None:
 
 
 def marks() -> Any:  # noqa: ANN401 - JSON data
-    """Return when the snapshots that this rank keeps were taken (:class:`~workbench.protocol.rank_messages.Marks`)."""
-    return encode(SNAPSHOTS.marks())
+    """Return when the snapshots that this rank keeps were taken (:class:`~workbench.protocol.rank_messages.Marks`).
+
+    It keeps the state of the last completed step too, for its replicas.
+    """
+    return encode(replace(SNAPSHOTS.marks(), replica=this_rank().hold_replica()))
 
 
-def put_back(mark: dict[str, Any], lost: Sequence[int]) -> None:
-    """Give this rank the state of a snapshot; collective.
+def snapshot_bytes() -> dict[str, int]:
+    """Return the bytes of the tensors in a snapshot of this rank's state now, and whether an optimizer has none yet."""
+    runtime = this_rank()
+    with runtime.watch.paused():
+        runtime.reshard_models()
+    objects = TrainingObjects.among(variables())
+    grows = any(not optimizer.state for optimizer in objects.optimizers.values())
+    return {"num_bytes": flat_bytes(objects), "grows": grows}
+
+
+def private_steps() -> list[int]:
+    """Return after which steps this rank, or the process whose place it took, wrote what only it held."""
+    private = this_rank().private
+    return [] if private is None else [each.state.step for each in private.read()]
+
+
+def put_back(mark: dict[str, Any], sources: dict[int, int], step: int | None) -> None:
+    """Give this rank the state of a snapshot, or that which replicas hold; collective.
 
     Args:
-        mark: its :class:`~workbench.protocol.rank_messages.SnapshotMark`, as data.
-        lost: the ranks that get theirs from the ranks after them.
+        mark: the snapshot's :class:`~workbench.protocol.rank_messages.SnapshotMark`, as data.
+        sources: the ranks that do not have it, and from which ranks they get it.
+        step: number of steps that led to it, if replicas hold it; None: it is a snapshot.
     """
     runtime = this_rank()
     with runtime.watch.paused():
         runtime.reshard_models()
-        step = SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), lost, runtime.groups)
+        if step is None:
+            step = SNAPSHOTS.put_back(decode(SnapshotMark, mark, "mark"), sources, runtime.groups)
+        else:
+            written = [] if runtime.private is None else runtime.private.read()
+            private = max((each for each in written if each.state.step <= step), key=_step_of, default=None)
+            step = SNAPSHOTS.put_back_replica(sources, private, runtime.groups)
     runtime.trainer.trained_steps = step
     runtime.account_optimizers()
+
+
+def _step_of(private: PrivateState) -> int:
+    return private.state.step
 
 
 def end_replay() -> dict[str, list[str]]:
@@ -568,12 +650,19 @@ def end_replay() -> dict[str, list[str]]:
         runtime.recorder.next_step = runtime.replay.next_step
         runtime.trainer.optimizer_steps = runtime.replay.optimizer_steps
         runtime.replay = None
+    SNAPSHOTS.replica = None
     runtime.note_models()
-    return process_reset.give_back()
+    found = process_reset.give_back()
+    runtime.write_private()
+    return found
 
 
-def shutdown() -> None:
-    """Leave the process groups; safe to call more than once."""
+def shutdown(*, goes_on: bool = False) -> None:
+    """Leave the process groups; safe to call more than once.
+
+    Args:
+        goes_on: keep what a heal needs.
+    """
     global _runtime  # noqa: PLW0603 - see boot
     if _runtime is not None:
         if _runtime.replay is not None:  # another rank was lost meanwhile
@@ -588,6 +677,8 @@ def shutdown() -> None:
         for hook in _runtime.hooks:  # the process may become another rank
             hook.remove()
         SNAPSHOTS.leave()
+        if _runtime.private is not None and not goes_on:
+            _runtime.private.remove()
         _runtime.groups.leave()
         _runtime = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +94,11 @@ class TrainingObjects:
             iterators=tuple(iterators),
         )
 
+    def all_are_sharded(self) -> bool:
+        """Return whether every parameter of an optimizer belongs to a sharded model."""
+        held = {id(p) for model in self.models.values() if is_sharded(model) for p in model.parameters()}
+        return all(id(param) in held for each in self.optimizers.values() for param in params_of(each))
+
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
     return itertools.chain(model.parameters(), model.buffers())
@@ -151,7 +156,14 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _state_tensors(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor]]:
+def model_buffers(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of the models, each once with its name."""
+    for variable, model in objects.models.items():
+        yield from ((f"{variable}.{clean(name)}", buffer) for name, buffer in model.named_buffers())
+
+
+def state_tensors(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of optimizer state, each with its name."""
     for variable, optimizer in objects.optimizers.items():
         for place, param in enumerate(params_of(optimizer)):
             for key, value in optimizer.state.get(param, {}).items():
@@ -159,25 +171,31 @@ def _state_tensors(objects: TrainingObjects) -> Iterator[tuple[str, torch.Tensor
                     yield f"{variable}.{place}.{key}", value
 
 
-def capture(objects: TrainingObjects, step: int, into: TrainingSnapshot | None = None) -> TrainingSnapshot:
+def capture(
+    objects: TrainingObjects,
+    step: int,
+    into: TrainingSnapshot | None = None,
+    tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+) -> TrainingSnapshot:
     """Return a copy of this rank's state; needs no other rank. The models must not be unsharded.
 
     Args:
         objects: the objects of the training.
         step: number of steps that led to it.
         into: an older copy, whose memory is used again.
+        tensors: the tensors that are copied, with their names; None: all.
     """
     kept = {} if into is None else into.tensors
-    tensors, dtensors = {}, set()
-    for name, tensor in (*model_tensors(objects), *_state_tensors(objects)):
+    copies, dtensors = {}, set()
+    for name, tensor in (*model_tensors(objects), *state_tensors(objects)) if tensors is None else tensors:
         now, old = local_part(tensor), kept.get(name)
         is_alike = old is not None and (old.shape, old.dtype, old.device) == (now.shape, now.dtype, now.device)
-        tensors[name] = old.copy_(now) if old is not None and is_alike else now.clone()
+        copies[name] = old.copy_(now) if old is not None and is_alike else now.clone()
         if isinstance(tensor, DTensor):
             dtensors.add(name)
     return TrainingSnapshot(
         step=step,
-        tensors=tensors,
+        tensors=copies,
         dtensors=frozenset(dtensors),
         options={variable: _options(optimizer) for variable, optimizer in objects.optimizers.items()},
         others={variable: copy.deepcopy(each.state_dict()) for variable, each in objects.others.items()},

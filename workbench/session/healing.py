@@ -8,11 +8,12 @@ of it is recorded or printed again. From the newest snapshot on, steps are done 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.base.codec import decode, encode
+from workbench.base.text_formats import format_bytes
 from workbench.cluster.engine_provider import OnWait
 from workbench.cluster.release_ranks import free
 from workbench.errors import ClusterError, RankError, UsageError
@@ -28,6 +29,8 @@ from workbench.session.waiter import PATIENT_S
 
 REPEATED = (Shard, Reshard, Unshard, Load)
 """The commands, besides steps, that leave something on the ranks."""
+
+_KEPT = 2  # snapshots: the newest, and the one before until all ranks have the newest
 
 
 def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
@@ -52,16 +55,20 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
     entries = session.program.entries
     for sentence in effects_of(entries):
         on_notice(sentence)
-    mark = _newest_mark(session, lost, living)
+    found_marks = _marks(session, living)
+    snapshot = _newest_snapshot(session.cluster.num_ranks, found_marks)
+    replicas = _newest_replicas(session.cluster.num_ranks, found_marks, entries)
     session.restart_ranks(on_wait)
     started_s = time.monotonic() - begin
+    lacking = [] if replicas is None else _lacking(session, replicas)
+    source = snapshot if replicas is None or (lacking and snapshot is not None) else replicas
     with session.repeating() as program:
         _on_all(session, "begin_replay")
-        repeated = _Repetition(session, entries, mark, lost)
+        repeated = _Repetition(session, entries, source, lost)
         repeated.run()
         found = _on_all(session, "end_replay")
         program[:] = repeated.entries
-    if mark is not None:  # the new rank has none yet
+    if snapshot is not None:  # the new rank has none yet
         with session.repeating():
             session.run(Snapshot(), RequestListener())
     return HealReport(
@@ -72,26 +79,98 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
         steps_redone=repeated.steps,
         steps_lost=repeated.lost,
         kept=tuple(sorted({name for rank in living for name in found[rank]["kept"]})),
-        other=tuple(sorted({name for rank in living for name in found[rank]["other"]})) if mark is not None else (),
+        other=tuple(sorted({name for rank in living for name in found[rank]["other"]})) if source is not None else (),
         left_out=tuple(dict.fromkeys(repeated.left_out)),
         failed=tuple(repeated.failed),
-        has_snapshot=mark is not None,
+        has_snapshot=source is not None and source is snapshot,
+        replicas=tuple(sorted({*replicas.sources.values()})) if source is replicas and replicas is not None else (),
+        lacking=tuple(lacking) if source is replicas else (),
         next=repeated.next,
     )
 
 
-def _newest_mark(session: Session, lost: Sequence[int], living: Sequence[int]) -> SnapshotMark | None:
-    """Return when the newest snapshot was taken that is whole: every rank's is on it, or on the rank after it."""
+def snapshot_notice(session: Session) -> str:
+    """Return a sentence that says what snapshots will take on each rank; empty if the ranks can take none now."""
     num_ranks = session.cluster.num_ranks
-    found = {
-        rank: decode(Marks, data, f"marks of rank {rank}")
-        for rank, data in _on_all(session, "marks", ranks=living).items()
-    }
-    if not found or any((rank + 1) % num_ranks in lost for rank in lost):
+    if session.request is not None or session.obstacle or len(session.living()) < num_ranks:
+        return ""
+    found = _on_all(session, "snapshot_bytes")
+    own = [found[rank]["num_bytes"] for rank in range(num_ranks)]
+    hosts = [info.host for info in session.cluster.rank_info]
+    # the rank before shares its memory, or sends a copy from its host
+    kept = [_KEPT * (own[r] + (own[r - 1] if hosts[r] != hosts[r - 1] else 0)) for r in range(num_ranks)]
+    each = f"{_KEPT} copies of {format_bytes(max(own))}"
+    grows = any(of_rank["grows"] for of_rank in found.values())
+    more = "; the optimizer's first step adds its state" if grows else ""
+    return f"snapshots take {format_bytes(max(kept))} of host memory on each rank, {each}{more}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """The state that all ranks get.
+
+    Attributes:
+        mark: when it was, by the entries of the program.
+        sources: the ranks that do not have it, and from which ranks they get it.
+        step: number of steps that led to it, if replicas hold it; None: it is a snapshot.
+    """
+
+    mark: SnapshotMark
+    sources: dict[int, int]
+    step: int | None = None
+
+
+def _marks(session: Session, living: Sequence[int]) -> dict[int, Marks]:
+    found = _on_all(session, "marks", ranks=living)
+    return {rank: decode(Marks, data, f"marks of rank {rank}") for rank, data in found.items()}
+
+
+def _newest_snapshot(num_ranks: int, found: Mapping[int, Marks]) -> _Source | None:
+    """Return the newest snapshot that is whole: every rank's is on it, or on the rank after it."""
+    sources = {rank: (rank + 1) % num_ranks for rank in range(num_ranks) if rank not in found}
+    if not found or any(source not in found for source in sources.values()):
         return None
     own = [set(of_rank.own) for of_rank in found.values()]
-    held = [set(found[(rank + 1) % num_ranks].held) for rank in lost]
-    return max(set.intersection(*own, *held), default=None)
+    held = [set(found[source].held) for source in sources.values()]
+    mark = max(set.intersection(*own, *held), default=None)
+    return None if mark is None else _Source(mark=mark, sources=sources)
+
+
+def _newest_replicas(num_ranks: int, found: Mapping[int, Marks], entries: Sequence[Entry]) -> _Source | None:
+    """Return the newest state of which every rank, or a replica of it, holds its part."""
+    marks = {rank: of_rank.replica for rank, of_rank in found.items() if of_rank.replica is not None}
+    for step in sorted({mark.step for mark in marks.values()}, reverse=True):
+        there = {rank: mark for rank, mark in marks.items() if mark.step == step}
+        sources = {}
+        for rank in range(num_ranks):
+            holders = [each for each, mark in there.items() if rank in mark.ranks]
+            if rank not in there and holders:
+                sources[rank] = holders[0]
+        if len(there) + len(sources) == num_ranks:
+            count = max(
+                (mark.mark.count for mark in there.values() if mark.mark.entry == _interrupted(entries)), default=None
+            )
+            at = SnapshotMark(entry=len(entries), count=0)
+            mark = at if count is None else SnapshotMark(entry=_interrupted(entries), count=count)
+            return _Source(mark=mark, sources=sources, step=step)
+    return None
+
+
+def _interrupted(entries: Sequence[Entry]) -> int:
+    """Return the number of the steps that ended with the loss of a rank, if nothing was completed since; else -2."""
+    for number in range(len(entries) - 1, -1, -1):
+        entry = entries[number]
+        if not isinstance(entry, Omission):
+            return -2
+        if entry.is_loss:
+            return number if entry.left is not None else number - 1
+    return -2
+
+
+def _lacking(session: Session, replicas: _Source) -> list[int]:
+    """Return the ranks that get a state of which their own part is nowhere: a rank ended just as it finished a step."""
+    written = _on_all(session, "private_steps")
+    return [rank for rank in replicas.sources if replicas.step not in written[rank]]
 
 
 class _Repetition:
@@ -100,7 +179,7 @@ class _Repetition:
     Args:
         session: whose ranks repeat it.
         before: the entries.
-        mark: when the snapshot was taken; None: there is none.
+        source: the state that the ranks get; None: there is none.
         lost: the ranks that were replaced.
 
     Attributes:
@@ -113,10 +192,9 @@ class _Repetition:
         next: what to type to go on with steps that were interrupted; empty: none were.
     """
 
-    def __init__(
-        self, session: Session, before: Sequence[Entry], mark: SnapshotMark | None, lost: Sequence[int]
-    ) -> None:
-        self._session, self._before, self._mark, self._ranks = session, before, mark, lost
+    def __init__(self, session: Session, before: Sequence[Entry], source: _Source | None, lost: Sequence[int]) -> None:
+        mark = None if source is None else source.mark
+        self._session, self._before, self._source, self._mark, self._ranks = session, before, source, mark, lost
         self.entries: list[Entry] = []
         self.cells = self.steps = self.lost = 0
         self.failed: list[str] = []
@@ -132,7 +210,7 @@ class _Repetition:
         """
         for number, entry in enumerate(self._before):
             if self._mark is not None and number == self._mark.entry:
-                self._put_back(self._mark)
+                self._put_back()
             try:
                 self.entries.append(self._repeated(number, entry))
             except (RankError, UsageError) as error:
@@ -140,10 +218,11 @@ class _Repetition:
                 why = f"when it ran again, because {label(self._ranks)} had died"
                 self.entries.append(Omission(what=f"{_words(entry)} that raised {why}"))
         if self._mark is not None and self._mark.entry >= len(self._before):
-            self._put_back(self._mark)
+            self._put_back()
 
-    def _put_back(self, mark: SnapshotMark) -> None:
-        _on_all(self._session, "put_back", encode(mark), self._ranks)
+    def _put_back(self) -> None:
+        if self._source is not None:
+            _on_all(self._session, "put_back", encode(self._source.mark), self._source.sources, self._source.step)
 
     def _repeated(self, number: int, entry: Entry) -> Entry:
         """Repeat an entry, and return that of the program now."""
@@ -156,10 +235,19 @@ class _Repetition:
         elif isinstance(entry, CompletedCommand) and isinstance(entry.command, Step):
             return self._steps(number, entry, entry.command)
         elif isinstance(entry, Omission) and entry.left is not None:
-            self.next = f"%fsdp {to_text(entry.left)}"
+            return self._undone(entry, entry.left)
         elif isinstance(entry, Omission) and not entry.is_loss:
             self.left_out.append(entry.what)
         return entry
+
+    def _undone(self, entry: Omission, left: Step) -> Entry:
+        """Return the entry of steps of which none was seen to end; the state that the ranks got may have some."""
+        done, self._done = self._done, 0
+        self.next = f"%fsdp {to_text(replace(left, count=left.count - done))}" if left.count > done else ""
+        if not done:
+            return entry
+        command = replace(left, count=done, until="", background=False)
+        return CompletedCommand(command=command, left=left.count - done)
 
     def _steps(self, number: int, entry: CompletedCommand, command: Step) -> Entry:
         is_before = self._mark is not None and number < self._mark.entry

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from workbench.base.fault import Fault
+from workbench.base.text_formats import format_bytes
 from workbench.cluster import Cluster
 from workbench.cluster.channel_protocol import answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
@@ -235,7 +236,9 @@ class Session:
         if timeout_s < PATIENT_S:
             here |= answers(self.cluster, Locate(), idle, timeout_s=PATIENT_S)
         doing = {rank: position.saving or position.doing or "idle" for rank, position in here.items()}
-        return dict.fromkeys(busy, "busy") | doing
+        kept = {rank: position.snapshot_bytes for rank, position in here.items() if position.snapshot_bytes}
+        words = {rank: f"{doing[rank]}; keeps {format_bytes(size)} of snapshots" for rank, size in kept.items()}
+        return dict.fromkeys(busy, "busy") | doing | words
 
     def _busy(self) -> set[int]:
         """Return the ranks that have not ended the request under way, or one that the notebook no longer waits for."""

@@ -75,7 +75,7 @@ def _available_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _create(num_bytes: int, until_mapped: ExitStack) -> str:
+def create_memory(num_bytes: int, until_mapped: ExitStack) -> str:
     """Create anonymous memory and return an address that processes of this host can map it by."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
@@ -89,7 +89,7 @@ def _create(num_bytes: int, until_mapped: ExitStack) -> str:
     return f"{os.getpid()} {fd} {name} {host}"
 
 
-def _map(address: str, num_bytes: int) -> torch.Tensor:
+def map_memory(address: str, num_bytes: int) -> torch.Tensor:
     """Map the memory at an address; return ``[num_bytes]`` uint8, unmapped when its last view dies."""
     if not can_share():
         raise OSError(errno.ENOSYS, "this system cannot map memory at an address that is in use")
@@ -209,10 +209,10 @@ class SharedMemory:
         problem = refusal
         with ExitStack() as until_mapped:
             if self.group.rank == 0 and not refusal:
-                address, problem = _attempt(_create, num_bytes, until_mapped)
+                address, problem = _attempt(create_memory, num_bytes, until_mapped)
             address = self.group.tell(SET_UP, address or "")
             if address and not refusal:
-                memory, problem = _attempt(_map, address, num_bytes)
+                memory, problem = _attempt(map_memory, address, num_bytes)
             answers = self.group.compare(SET_UP, problem or MAPPED)
         problems = [f"rank {r}: {a}" for r, a in zip(self.group.ranks, answers, strict=True) if a != MAPPED]
         if problems or memory is None:
