@@ -2,7 +2,8 @@
 
 What the ranks did is in the session's :class:`~workbench.session.program.Program`. All of them, the new one included,
 begin with its first cell, so collectives in cells find all ranks, and objects refer to each other as they did. Nothing
-of it is recorded or printed again. From the newest snapshot on, steps are done again as well.
+of it is recorded or printed again. From the newest snapshot on, steps are done again as well. If a replica of each lost
+rank lives, and holds the state of the last completed step, no step is.
 """
 
 from __future__ import annotations
