@@ -310,6 +310,66 @@ def test_cells_are_matched_by_grade_id_then_id_then_checks():
 # ---- how a run ends
 
 
+ORIGINAL = (
+    ("x = 0", {"nbgrader": {"grade": False, "solution": True, "grade_id": "x"}}),
+    ("check('x is 1', same(x, 1))", {"nbgrader": {"grade": True, "grade_id": "x-check", "points": 3}}),
+    ("check('y is 1', same(y, 1))", {"nbgrader": {"grade": True, "grade_id": "y-check", "points": 2}}),
+)
+
+
+@pytest.mark.parametrize(
+    ("cells", "changed", "removed"),
+    [
+        (ORIGINAL, [], []),
+        (ORIGINAL[:2], [], [("y is 1", 2)]),
+        ((ORIGINAL[0], ("check('x is 1', same(1, 1))", ORIGINAL[1][1]), ORIGINAL[2]), ["x is 1"], []),
+        ((ORIGINAL[0], ("print('nothing')", ORIGINAL[1][1]), ORIGINAL[2]), [], [("x is 1", 3)]),
+        ((ORIGINAL[0],), [], [("x is 1", 3), ("y is 1", 2)]),
+    ],
+)
+def test_checks_of_the_course_that_were_changed_or_removed_are_named(cells, changed, removed, tmp_path):
+    other = (("check('z', same(1, 1))", {"nbgrader": {"grade": True, "grade_id": "z-check"}}),)
+    for name, each in [("a", other), ("b", ORIGINAL)]:
+        saved(tmp_path / f"{name}.ipynb", *each)
+    found = grade.find_original(notebook(*cells), tmp_path)
+    assert found == tmp_path / "b.ipynb"
+    names, lacks = grade.differences(notebook(*cells), grade.read_notebook(found))
+    assert (names, [(each.name, each.points) for each in lacks]) == (changed, removed)
+    assert grade.find_original(notebook("check('x is 1', same(1, 1))"), tmp_path) is None
+
+
+def test_a_removed_check_of_the_course_costs_its_points(tmp_path):
+    (tmp_path / "course").mkdir()
+    saved(tmp_path / "course" / "x.ipynb", IMPORT, *ORIGINAL)
+    mine = (
+        IMPORT,
+        ("x = 1", ORIGINAL[0][1]),
+        ("check('x is 1', same(1, 1), parts=[same(x, 2)], points=4)", ORIGINAL[1][1]),
+    )
+    report = grade.grade(saved(tmp_path / "x.ipynb", *mine), course=tmp_path / "course", timeout_s=LONG_S)
+    assert [(each.name, each.status, each.score) for each in report.checks] == [
+        ("x is 1", "failed", 0),
+        ("y is 1", "not reached", 0),
+    ]
+    assert (report.max_score, report.changed) == (5, ("x is 1",))
+    assert "To grade with the checks of the course: --against" in str(report)
+
+
+def test_a_check_in_parts_gets_a_part_of_the_points():
+    record = {
+        "name": "b",
+        "points": 4,
+        "passed": False,
+        "score": 1,
+        "measured": {"peak": 7, "odd": "8"},
+        "findings": [],
+    }
+    found = grade._of_record(record, grade.ExpectedCheck(name="b", points=8), 2)
+    assert (found.score, found.measured, found.status) == (2, {"peak": 7}, "failed")
+    for score in (4, 5, -1, "1", math.nan):
+        assert grade._of_record(record | {"score": score}, grade.ExpectedCheck(name="b", points=8), 2).score == 0
+
+
 def test_a_notebook_that_takes_too_long_is_ended(tmp_path):
     found = grade.grade(saved(tmp_path / "x.ipynb", "while True: pass", "check('late', same(1, 1))"), timeout_s=2)
     assert [(check.name, check.status) for check in found.checks] == [("late", "not reached")]

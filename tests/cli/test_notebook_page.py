@@ -69,6 +69,12 @@ def test_a_widget_with_html_is_shown_as_html():
     assert "IntProgress" not in page
 
 
+def test_code_for_the_ranks_is_coloured_below_its_first_line():
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%%fsdp\nimport torch")])
+    book.metadata["language_info"] = {"name": "python", "pygments_lexer": "ipython3"}  # of a notebook that ran
+    assert '<span class="nn">torch</span>' in to_page(book, title="T")
+
+
 def test_the_notebook_is_left_as_it_was():
     given = notebook()
     before = copy.deepcopy(given)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.helpers.simulated_job import Setup, simulate
-from workbench.course import counts, order, payload
+from workbench.course import counts, order, payload, sent
 from workbench.errors import UsageError
 from workbench.events import COLLECTIVES, Edge, Kind
-from workbench.replay.collectives import closed_form
+from workbench.replay.collectives import closed_form, ring_bytes
 from workbench.trace.columns import RankTrace, Trace
 
 CALLS = {"all_gather": 7, "reduce_scatter": 4, "all_reduce": 0}
@@ -46,6 +46,17 @@ def test_bytes_are_those_of_the_closed_form(run):
     assert payload(run, {"all_gather:blocks.0": forms[0].num_bytes}).ok
     wrong = payload(run, {"all_gather:blocks.0": 7})
     assert wrong.sentence == f"ranks 0-3 issued {forms[0].num_bytes:,} B in all-gathers of blocks.0 in step 2, not 7"
+
+
+def test_what_a_rank_sends_is_that_of_a_ring(run):
+    number = sum(
+        ring_bytes(form.kind, form.num_bytes, len(run.ranks)) for form in closed_form(run.header) if form.num_bytes
+    )
+    assert sent(run, at_most=number).measured == ("bytes sent", number)
+    finding = sent(run, at_most=number - 1)
+    assert (finding.ok, finding.measured) == (False, ("bytes sent", number))
+    assert finding.sentence.startswith("rank 0 sends ")
+    assert sent(Trace.empty(), at_most=1).sentence.startswith("the run has no recorded step")
 
 
 @pytest.mark.parametrize(("step", "number"), [(-1, 2), (-3, 0), (1, 1)])

@@ -1,10 +1,12 @@
 """``check``: its text, its record, and its error."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from workbench.course import CheckFailed, CheckFinding, check
+from workbench.course import CheckFailed, CheckFinding, check, checks
 from workbench.course import notebook_output as outputs
 from workbench.course.checks import CHECK_MIME, REVEAL, CheckReport
 from workbench.course.finding import and_list, fails, holds
@@ -96,3 +98,34 @@ def test_the_report_has_the_headline_as_its_problem():
     assert CheckReport(name="a", points=1, findings=(BAD,)).problem == "FAILED: a (1 of 1 finding)"
     assert CheckReport(name="a", points=1, findings=(GOOD,)).problem == ""
     assert CheckFinding(ok=True, sentence="x") == holds("x")
+
+
+SMALL, LARGE = replace(GOOD, measured=("peak", 5)), replace(BAD, measured=("bytes sent", 9.0))
+
+
+@pytest.mark.parametrize(
+    ("findings", "parts", "score"),
+    [
+        ((GOOD,), (SMALL, SMALL), 4),
+        ((GOOD,), (SMALL, LARGE), 2),
+        ((GOOD,), (LARGE, LARGE), 0),
+        ((BAD,), (SMALL, SMALL), 0),
+        ((), (SMALL, LARGE), 2),
+    ],
+)
+def test_parts_give_partial_credit_if_all_else_is_right(shown, findings, parts, score):
+    with nullcontext() if score == 4 else pytest.raises(CheckFailed):
+        check("budget", *findings, parts=parts, points=4)
+    (bundle,) = shown
+    record = bundle[CHECK_MIME]
+    assert (record["score"], record["passed"]) == (score, score == 4)
+    assert record["measured"] == dict(each.measured for each in parts)
+    assert score == 4 or f"{score} of 4 points" in bundle["text/plain"]
+
+
+def test_a_check_waits_for_a_prediction_that_names_it(shown, monkeypatch):
+    asks = SimpleNamespace(open_question=lambda view: f"lock your guess first: {view}")
+    monkeypatch.setattr(checks, "find_workbench", lambda: asks)
+    with pytest.raises(UsageError, match="lock your guess first: check"):
+        check("gathers", GOOD)
+    assert shown == []

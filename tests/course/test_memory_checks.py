@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.simulated_job import Setup, simulate
-from workbench.course import exposed, nothing_left, peak, states
+from workbench.course import exposed, most_bytes, nothing_left, peak, states
 from workbench.errors import UsageError
 from workbench.events import Category, Kind
 from workbench.replay import memory
@@ -53,6 +53,22 @@ def test_a_reference_gives_the_limit(run, keeps):
     assert not finding.ok
     assert "times the reference's" in finding.sentence
     assert finding.sentence.endswith("the full parameters of blocks.0-6 stay after forward: free them until backward")
+
+
+def test_one_class_of_bytes_has_its_own_peak(run, keeps):
+    most = most_bytes(run, "unsharded_params")
+    assert most == max(
+        memory.series(rank).num_bytes[:, Category.UNSHARDED_PARAMS].max() for rank in run.slice(step=2).ranks
+    )
+    assert peak(run, of="unsharded params", at_most=most).measured == ("peak of unsharded params", most)
+    wrong = peak(run, of="unsharded_params", at_most=most - 1)
+    assert not wrong.ok
+    assert wrong.sentence.startswith("the peak of the unsharded params in step 2 is ")
+    assert not peak(keeps, of="unsharded_params", reference=run).ok
+    with pytest.raises(UsageError, match="there is no class of bytes 'weights'; the classes: sharded_params, "):
+        peak(run, of="weights", at_most=1)
+    with pytest.raises(UsageError, match="the run has no recorded step"):
+        most_bytes(Trace.empty(), "activations")
 
 
 def test_a_peak_needs_exactly_one_limit(run):

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -112,11 +113,17 @@ def bytes_without_sync() -> list[dict[Category, int]]:
             model.set_requires_gradient_sync(sync)
             loss_of(model, batch(0, 0)).backward()
             alive.append({c: n for c, n in record.alive.items() if c is not Category.SHARDED_PARAMS})
+        model.set_requires_gradient_sync(False)
+        loss_of(model, batch(0, 0)).backward()
+        del model
+        gc.collect()
+        alive.append(dict(record.alive))
     return alive
 
 
 def test_gradients_without_sync_stay_full_and_are_counted_once():
-    first, second, last = run_ranks(2, bytes_without_sync)[0]
+    first, second, last, dropped = run_ranks(2, bytes_without_sync)[0]
+    assert dropped == {}  # with the model
     # 2 blocks: norm (2 x 5), first linear (16 x 5 + 16), second linear (5 x 16 + 5)
     full = numel(ROOT_SHAPES) + 2 * (2 * 5 + 16 * 6 + 5 * 17)
     assert first == second == {Category.UNSHARDED_GRADS: full * FP32}

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -28,6 +28,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError
 from nbformat import NotebookNode
 
+from workbench.base.fault import listed
 from workbench.base.text_formats import plural
 from workbench.cli.notebook_run import notebook_client
 from workbench.cluster import processes
@@ -60,6 +61,8 @@ class GradedCheck:
         points: what it is worth.
         status: whether it passed, failed, or never ran.
         sentences: of the findings that failed, or why it never ran; of those that passed if it passed.
+        part: the part of the points that a check that failed gets, below 1.
+        measured: numbers that rank solutions on a leader board, by name; the fewer, the better.
     """
 
     computed = ("score",)
@@ -69,11 +72,13 @@ class GradedCheck:
     points: float
     status: Status
     sentences: tuple[str, ...] = ()
+    part: float = 0
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def score(self) -> float:
         """The points that it gets."""
-        return self.points if self.status == "passed" else 0
+        return self.points * (1 if self.status == "passed" else self.part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,9 @@ class GradeReport:
         checks: in the order of the notebook; at least one.
         predictions: likewise.
         problem: why the notebook did not run to its end; empty if it did.
+        changed: checks of the course that the notebook has in another form, by name.
+        course: the notebook of the course that has them; None: the notebook is none of the course, or was graded
+            against another.
     """
 
     computed = ("score", "max_score", "passed")
@@ -114,10 +122,12 @@ class GradeReport:
     checks: tuple[GradedCheck, ...]
     predictions: tuple[GradedPrediction, ...] = ()
     problem: str = ""
+    changed: tuple[str, ...] = ()
+    course: Path | None = None
 
     @property
     def score(self) -> float:
-        """Sum of the points of the checks that passed."""
+        """Sum of the points that the checks get."""
         return sum(check.score for check in self.checks)
 
     @property
@@ -151,12 +161,18 @@ class GradeReport:
         yield f"\n{passed} of {plural(len(self.checks), 'check')} passed: {self.score:g} of {self.max_score:g} points"
         if self.problem:
             yield f"The notebook did not run to its end: {self.problem}"
+        if self.changed:
+            yield (
+                f"Not as in the course: {listed(self.changed)}. To grade with the checks of the course: "
+                f"--against {self.course}"
+            )
 
 
 def grade(
     path: Path,
     *,
     against: Path | None = None,
+    course: Path | None = None,
     timeout_s: float = TIMEOUT_S,
     cell_timeout_s: float | None = None,
     keep_going: bool = False,
@@ -168,6 +184,8 @@ def grade(
     Args:
         path: the notebook.
         against: the instructor's copy, whose graded cells take the place of those of ``path``; only these count.
+        course: folder of the course. Without ``against``, a notebook that has cells of a notebook in it has to have all
+            checks of that: one that was removed counts as not reached, and one that was changed is named.
         timeout_s: seconds that the notebook may take.
         cell_timeout_s: seconds that a cell may take; None: as many as are left, with ``keep_going`` at most
             :data:`CELL_TIMEOUT_S`.
@@ -199,10 +217,23 @@ def grade(
     )
     seconds = time.monotonic() - begin
     checks = [check for index, cell in sorted(cells.items()) for check in _results(notebook, index, cell, problem)]
+    original: Path | None = None
+    changed: list[str] = []
     if against is None:
         checks += _unexpected(notebook, {check.name for check in checks})
-    predictions = tuple(_predictions(notebook))
-    return GradeReport(notebook=path, seconds=seconds, checks=tuple(checks), predictions=predictions, problem=problem)
+        original = None if course is None else find_original(notebook, course)
+    if original is not None:
+        changed, removed = differences(notebook, read_notebook(original))
+        checks += [_check(each, len(notebook.cells), "not reached", f"not reached: {_REMOVED}") for each in removed]
+    return GradeReport(
+        notebook=path,
+        seconds=seconds,
+        checks=tuple(checks),
+        predictions=tuple(_predictions(notebook)),
+        problem=problem,
+        changed=tuple(changed),
+        course=original,
+    )
 
 
 def read_notebook(path: Path) -> NotebookNode:
@@ -328,6 +359,35 @@ def with_cells_of(
     result.cells = cells
     index_of = {id(cell): index for index, cell in enumerate(cells)}
     return result, {index_of[id(cell)]: checks for cell, checks in placed}
+
+
+def find_original(notebook: NotebookNode, course: Path) -> Path | None:
+    """Return the notebook of a course with which a notebook has most cells in common; None if it has none."""
+    mine = _identities(notebook)
+    shared = {path: len(mine & _identities(read_notebook(path))) for path in sorted(course.glob("*.ipynb"))}
+    best = max(shared, key=shared.__getitem__, default=None)
+    return best if best is not None and shared[best] else None
+
+
+def _identities(notebook: NotebookNode) -> set[str]:
+    """Return the ids of the cells of exercises and of their checks."""
+    return {str(name) for cell in notebook.cells if (name := _nbgrader(cell).get("grade_id"))}
+
+
+def differences(notebook: NotebookNode, original: NotebookNode) -> tuple[list[str], list[ExpectedCheck]]:
+    """Return the names of the checks of ``original`` that ``notebook`` has in another form, and those that it lacks."""
+    changed, removed = [], []
+    for cell in original.cells:
+        checks = graded_cell(cell) or ()
+        same = next((each for is_same in _SAME for each in notebook.cells if is_same(each, cell)), None)
+        has = {check.name for check in (same and graded_cell(same)) or ()}
+        removed += [check for check in checks if check.name not in has]
+        if same is not None and same.source.strip() != cell.source.strip():
+            changed += [check.name for check in checks if check.name in has]
+    return changed, removed
+
+
+_REMOVED = "the notebook does not have this check of the course any more"
 
 
 def _has_same_grade_id(cell: NotebookNode, other: NotebookNode) -> bool:
@@ -530,7 +590,15 @@ def _is_whole(record: Mapping[str, Any]) -> bool:
 def _of_record(record: Mapping[str, Any], check: ExpectedCheck, index: int) -> GradedCheck:
     passed = record.get("passed") is True
     sentences = [each["sentence"] for each in record["findings"] if each.get("ok") is passed]
-    return _check(check, index, "passed" if passed else "failed", *map(str, sentences))
+    found = _check(check, index, "passed" if passed else "failed", *map(str, sentences))
+    score, measured = record.get("score", 0), record.get("measured", {})
+    is_part = not passed and _is_worth(score) and 0 <= score < record["points"]
+    numbers = measured if isinstance(measured, Mapping) else {}
+    return replace(
+        found,
+        part=score / record["points"] if is_part else 0,
+        measured={str(name): float(number) for name, number in numbers.items() if _is_worth(number)},
+    )
 
 
 def _unexpected(notebook: NotebookNode, names: set[str]) -> Iterator[GradedCheck]:

@@ -132,7 +132,8 @@ Run a notebook without a browser, in its own folder and with a new kernel of thi
 check. No file is changed, and all processes that the notebook starts are ended. The exit status is 0 if all checks
 passed, 1 if some failed or never ran, and 2 if the notebook could not be run: it is missing, is no notebook, or has no
 check. With --against, graded cells of the instructor's copy take the place of those with the same nbgrader id, cell id
-or names of checks; a cell that was deleted is put back, and no other check counts."""
+or names of checks; a cell that was deleted is put back, and no other check counts. Without it, a notebook of the course
+has to have all its checks. With --board, the results in a folder, files of --json, become a page; nothing is run."""
 _DEMO = "Run the tour on 4 ranks, and write it as a page (tour.html) and as a trace (tour.trace) that %fsdp open shows."
 _LAB = f"""\
 Open the tour, {TOUR}, in JupyterLab, reachable from this machine only. Without a clone of the repository, the tour is
@@ -203,7 +204,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
     course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
-    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook")
+    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook; with --board, a folder of results")
     grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
     grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
     grade.add_argument("--cell-timeout", type=float, metavar="SECONDS", help="for each cell (with --keep-going: 120)")
@@ -212,6 +213,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
     grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
     grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
+    grade.add_argument("--board", metavar="FILE", help="write a leader board of a folder of files of --json, as a page")
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
     about = "run a script on CPU ranks, and check how its models are sharded"
@@ -362,9 +364,12 @@ def _grade(args: argparse.Namespace) -> int:
     if args.reveal:
         os.environ[REVEAL] = "1"  # the kernel inherits it
     try:
+        if args.board is not None:
+            return _board(Path(args.notebook), args.board)
         report = grade.grade(
             Path(args.notebook),
             against=against,
+            course=find_tour().parent,
             timeout_s=limit,
             cell_timeout_s=args.cell_timeout,
             keep_going=args.keep_going,
@@ -384,6 +389,23 @@ def _grade(args: argparse.Namespace) -> int:
     except UsageError as error:
         return _fail(args, error, 2)
     return 0 if report.passed else 1
+
+
+def _board(folder: Path, page: str) -> int:
+    """Write the leader board of a folder of results; return the exit status.
+
+    Raises:
+        UsageError: there are no results, or the page cannot be written.
+    """
+    from workbench.base.fault import listed  # noqa: PLC0415 - loaded when used
+    from workbench.base.text_formats import plural  # noqa: PLC0415
+    from workbench.cli import leader_board  # noqa: PLC0415
+
+    entries, others = leader_board.read_results(folder)
+    _write_file(page, leader_board.to_page(entries))
+    skipped = f"; not results of `workbench grade --json`: {listed(others)}" if others else ""
+    sys.stdout.write(_printable(f"{plural(len({each.who for each in entries}), 'result')} on {page}{skipped}\n"))
+    return 0
 
 
 def _write_file(file: str | None, text: str) -> None:

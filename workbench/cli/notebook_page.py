@@ -7,6 +7,7 @@ from typing import Any
 
 import plotly.io
 from nbconvert import HTMLExporter
+from nbconvert.preprocessors import HighlightMagicsPreprocessor
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
@@ -52,6 +53,7 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
     exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
     template_files = exporter.environment.loader
     assert template_files is not None  # the exporter makes one
+    exporter.register_preprocessor(HighlightMagicsPreprocessor(languages={"%%fsdp": "python"}), enabled=True)
     inside = {
         "dark_css": template_files.get_source(exporter.environment, "static/theme-dark.css")[0],
         "plotly_js": get_plotlyjs(),

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from workbench.base.text_formats import format_bytes
 from workbench.course.finding import CheckFinding, and_list, fails, holds, not_an_answer, unit_list, whole_number
-from workbench.course.run_steps import CallKind, read_call, step_of
+from workbench.course.run_steps import CallKind, read_call, runs_no_unit, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
 from workbench.errors import UsageError
 from workbench.events import Kind, unit_words
@@ -92,6 +93,29 @@ def _wrong_answer(
     answer = and_list([what.words(came, in_bytes=in_bytes) for what, came, _ in wrong])
     sentence = f"you answered {every}, which is not what a rank issued {where}{more}"
     return replace(fails(sentence, f"look at {look}"), answer=answer)
+
+
+def sent(trace: Trace, at_most: float, step: int = -1) -> CheckFinding:
+    """Return whether the bytes that each rank sends in a step, on a ring, are within a limit.
+
+    Args:
+        trace: of the run.
+        at_most: the limit in bytes.
+        step: the step.
+    """
+    number = step_of(trace, step)
+    if isinstance(number, CheckFinding):
+        return number
+    if problem := runs_no_unit(trace, number):
+        return fails(problem)
+    by_rank: dict[int, float] = {rank.rank: 0.0 for rank in trace.ranks}
+    for row in collectives.compare(trace, number):
+        for rank in row.ranks:
+            by_rank[rank] += collectives.ring_bytes(row.kind, row.num_bytes, max(row.num_ranks, 1))
+    rank = max(by_rank, key=by_rank.__getitem__)
+    words = f"rank {rank} sends {format_bytes(by_rank[rank])} in {step_name(number)}"
+    found = holds(words) if by_rank[rank] <= at_most else fails(f"{words}, more than {format_bytes(at_most)}")
+    return replace(found, measured=("bytes sent", by_rank[rank]))
 
 
 _Wrong = Sequence[tuple[CallKind, int, int]]

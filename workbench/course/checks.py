@@ -9,7 +9,7 @@ from typing import Any
 
 from workbench.base.text_formats import plural
 from workbench.course.finding import CheckFinding
-from workbench.course.notebook_output import publish
+from workbench.course.notebook_output import find_workbench, publish
 from workbench.errors import UsageError, WorkbenchError
 from workbench.reports.report import Report
 
@@ -35,11 +35,16 @@ class CheckReport(Report):
         name: of the check.
         points: what it is worth.
         findings: in the order in which they were given; at least one.
+        parts: those of the findings that are worth an equal part of the points each, once all others are as expected;
+            empty: the points are for all findings together.
     """
+
+    internal = ("parts",)
 
     name: str
     points: float
     findings: tuple[CheckFinding, ...]
+    parts: tuple[CheckFinding, ...] = ()
 
     @property
     def failed(self) -> tuple[CheckFinding, ...]:
@@ -47,11 +52,21 @@ class CheckReport(Report):
         return tuple(dict.fromkeys(finding for finding in self.findings if not finding.ok))
 
     @property
+    def score(self) -> float:
+        """The points that it gets."""
+        if not self.failed:
+            return self.points
+        if set(self.failed) - set(self.parts):
+            return 0
+        return self.points * sum(finding.ok for finding in self.parts) / len(self.parts)
+
+    @property
     def headline(self) -> str:
         """Whether it passed, in one sentence."""
         if not self.failed:
             return f"passed: {self.name}"
-        return f"FAILED: {self.name} ({len(self.failed)} of {plural(len(self.findings), 'finding')})"
+        part = f", {self.score:g} of {self.points:g} points" if self.parts else ""
+        return f"FAILED: {self.name} ({len(self.failed)} of {plural(len(self.findings), 'finding')}{part})"
 
     @property
     def problem(self) -> str:
@@ -71,27 +86,46 @@ class CheckReport(Report):
             "points": self.points,
             "passed": not self.failed,
             "findings": [{"ok": each.ok, "sentence": _words(each)} for each in self.findings],
+            **self._partial(),
         }
 
+    def _partial(self) -> dict[str, Any]:
+        """Return what the record has in addition for a check in parts."""
+        if not self.parts:
+            return {}
+        return {"score": self.score, "measured": dict(each.measured for each in self.parts if each.measured)}
 
-def check(name: str, *findings: CheckFinding | Iterable[CheckFinding], points: float = 1) -> None:
+
+def check(
+    name: str,
+    *findings: CheckFinding | Iterable[CheckFinding],
+    points: float = 1,
+    parts: Iterable[CheckFinding] = (),
+) -> None:
     """Show whether an exercise is solved, and keep the result in the output of the cell.
 
     Args:
         name: of the check, unique in the notebook; ``workbench grade`` lists it.
         findings: made by the functions of this package, or iterables of them.
         points: what the check is worth.
+        parts: more findings, for partial credit: if all ``findings`` are as expected, each of these that is so too gets
+            an equal part of the points. The numbers that they measured rank solutions on a leader board.
 
     Raises:
         CheckFailed: a finding failed. In a notebook the output above the error has the sentences.
-        UsageError: there is no name or no finding, or something else than a finding was given.
+        UsageError: there is no name or no finding, something else than a finding was given, or a prediction that names
+            ``check`` is open.
     """
-    every = tuple(_flat(findings))
+    workbench = find_workbench()
+    if workbench is not None and (why := workbench.open_question("check")):
+        raise UsageError(why)
+    in_parts = tuple(_flat([parts]))
+    every = (*_flat(findings), *in_parts)
     if not name or not isinstance(name, str):
         raise UsageError('a check needs a name: check("gathers", counts(trace, {"all_gather": 9}))')
     if not every:
         raise UsageError(f"check {name!r} has no finding, so it checks nothing: add one, such as counts(trace, ...)")
-    report = CheckReport(name=name, points=points, findings=every)
+    report = CheckReport(name=name, points=points, findings=every, parts=in_parts)
     publish(report, {CHECK_MIME: report.record()})
     if report.failed:
         raise CheckFailed("\n".join([report.headline, *(f"- {_words(finding)}" for finding in report.failed)]))

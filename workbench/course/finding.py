@@ -22,11 +22,14 @@ class CheckFinding:
         sentence: what was found; if not ``ok``, also what was expected and the usual reason. Plain text without a full
             stop at the end.
         answer: the right answer, which the sentence does not have; shown to a teacher only.
+        measured: name and value of the number that was compared with a limit, such as ``("peak", 1536.0)``; it ranks
+            solutions on a leader board, where fewer is better. None: there is none.
     """
 
     ok: bool
     sentence: str
     answer: str = ""
+    measured: tuple[str, float] | None = None
 
     def __bool__(self) -> bool:
         return self.ok

@@ -36,6 +36,7 @@ def peak(
     *,
     reference: Trace | None = None,
     ratio: float = 1.1,
+    of: str = "",
     step: int = -1,
 ) -> CheckFinding:
     """Return whether the most bytes that a rank has in use in a step are within a limit.
@@ -45,44 +46,73 @@ def peak(
         at_most: the limit in bytes.
         reference: of another run, whose peak in its step ``step`` times ``ratio`` is the limit instead.
         ratio: see there.
+        of: a class of bytes, such as ``"activations"``, which alone counts; empty: all in use.
         step: the step.
 
     Raises:
-        UsageError: neither or both of ``at_most`` and ``reference`` are given.
+        UsageError: neither or both of ``at_most`` and ``reference`` are given, or there is no such class.
     """
     if (at_most is None) == (reference is None):
         raise UsageError("peak needs a limit: peak(trace, at_most=BYTES) or peak(trace, reference=other_trace)")
+    category = _category(of) if of else None
     number = step_of(trace, step)
     if isinstance(number, CheckFinding):
         return number
     if problem := runs_no_unit(trace, number):
         return fails(problem)
-    rank, found = _highest(trace, number)
+    rank, came = _highest(trace, number, category)
     limit, words = at_most, "the limit"
     if reference is not None:
         other = step_of(reference, step, "the reference run")
         if isinstance(other, CheckFinding):
             return other
-        best = _highest(reference, other)[1].num_bytes
-        limit, words = (
-            ratio * best,
-            f"{found.num_bytes / max(best, 1):.2f} times the reference's {format_bytes(best)}",
-        )
+        best = _highest(reference, other, category)[1]
+        limit, words = ratio * best, f"{came / max(best, 1):.2f} times the reference's {format_bytes(best)}"
     assert limit is not None
-    size = format_bytes(found.num_bytes)
-    if found.num_bytes <= limit:
-        return holds(f"the peak of {step_name(number)} is {size}" + (f", {words}" if reference else ""))
-    against = f"{words}, more than {ratio:g}" if reference else f"more than {format_bytes(limit)}"
-    return fails(
-        f"the peak of {step_name(number)} is {size} on rank {rank}, {against} "
-        f"({memory.describe_peak(trace.header, found)})",
-        peak_reason(trace, number, rank),
-    )
+    size = format_bytes(came)
+    subject = f"the peak of {'' if category is None else f'the {category.words} in '}{step_name(number)} is {size}"
+    if came <= limit:
+        found = holds(subject + (f", {words}" if reference else ""))
+    else:
+        against = f"{words}, more than {ratio:g}" if reference else f"more than {format_bytes(limit)}"
+        moment = "" if of else f" ({memory.describe_peak(trace.header, _peak(trace, number, rank))})"
+        reason = "" if of else peak_reason(trace, number, rank)
+        found = fails(f"{subject} on rank {rank}, {against}{moment}", reason)
+    return replace(found, measured=(f"peak of {category.words}" if category is not None else "peak", came))
 
 
-def _highest(trace: Trace, step: int) -> tuple[int, memory.Peak]:
-    peaks = [(rank.rank, memory.peak(rank)) for rank in trace.slice(step=step).ranks]
-    return max(peaks, key=lambda each: each[1].num_bytes)
+def most_bytes(trace: Trace, of: str, step: int = -1) -> int:
+    """Return the most bytes of a class, such as ``"activations"``, that a rank has at once in a step.
+
+    Raises:
+        UsageError: there is no such class, or no such step.
+    """
+    category, number = _category(of), step_of(trace, step)
+    if isinstance(number, CheckFinding):
+        raise UsageError(number.sentence)
+    return _highest(trace, number, category)[1]
+
+
+def _category(name: str) -> Category:
+    for category in Category:
+        if _bare(name) == _bare(category.words):
+            return category
+    names = ", ".join(category.key for category in Category)
+    raise UsageError(f"there is no class of bytes {short(name)}; the classes: {names}")
+
+
+def _highest(trace: Trace, step: int, category: Category | None) -> tuple[int, int]:
+    """Return the rank with the most bytes at once in a step, and these bytes: of a class, or all in use."""
+    found = ((rank.rank, memory.series(rank)) for rank in trace.slice(step=step).ranks)
+    most = [
+        (rank, int((each.total if category is None else each.num_bytes[:, category]).max(initial=0)))
+        for rank, each in found
+    ]
+    return max(most, key=lambda each: each[1])
+
+
+def _peak(trace: Trace, step: int, rank: int) -> memory.Peak:
+    return memory.peak(trace.slice(step=step).rank(rank))
 
 
 def nothing_left(trace: Trace, step: int = -1) -> CheckFinding:

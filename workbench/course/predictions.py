@@ -136,7 +136,7 @@ class Prediction:
         """Return why a view must not be shown now; empty if it may."""
         if self._answer is not None or self._is_skipped or view not in (self._shown_by or (view,)):
             return ""
-        if view == "where" and not self._shown_by:  # it tells why a cell hangs, whatever is asked
+        if view in _NAMED_ONLY and not self._shown_by:
             return ""
         return (
             f"lock your guess first: {view} may show the answer to {self.name!r}. {self.question} Answer above and "
@@ -266,6 +266,9 @@ class Prediction:
 _LOCKED: dict[tuple[str, str], tuple[Answer | None, tuple[str, ...]]] = {}
 """Locked answers by name and question of the prediction, and the views that were drawn before."""
 
+_NAMED_ONLY = ("where", "check")
+"""What refuses only where a prediction names it: where tells why a cell hangs, whatever is asked."""
+
 _CHANGES = ("step", "run", "shard", "reshard", "unshard", "open", "start", "continue")
 """Commands after which the views show something else."""
 
@@ -296,7 +299,8 @@ def predict(
         unit: unit of the number, such as ``"calls"``.
         choices: possible answers; none: a number.
         shown_by: views that show the answer, such as ``"states"``: they refuse until it is locked, and the result says
-            if they were drawn before. Empty: all views refuse. ``"where"`` refuses only if it is named.
+            if they were drawn before. Empty: all views refuse. ``"where"`` and ``"check"``, the check of an exercise,
+            refuse only if they are named.
 
     Raises:
         UsageError: there is no name or no question, or only one choice.

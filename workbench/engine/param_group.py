@@ -720,6 +720,10 @@ class FSDPParamGroup:
         self.fsdp_params, self.params_as_defined = [], []
         del self.shards, self.buffers
 
+    def __del__(self) -> None:
+        if getattr(self, "_grad_bytes", 0):  # of a model that was dropped while its gradients accumulated
+            probe.memory(Category.UNSHARDED_GRADS, self.index, -self._grad_bytes)
+
     def announce(self) -> None:
         """Send the probe the unit's current description."""
         if probe.active is not None:
