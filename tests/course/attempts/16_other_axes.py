@@ -1,0 +1,90 @@
+# %% axes-schedule: right
+# %%fsdp
+def schedule(rank, world_size, parts):
+    warm = min(world_size - rank - 1, parts)
+    order = [("forward", part) for part in range(warm)]
+    for part in range(parts - warm):
+        order += [("forward", warm + part), ("backward", part)]
+    return order + [("backward", part) for part in range(parts - warm, parts)]
+
+
+# %% axes-schedule: right
+# %%fsdp
+def schedule(rank, world_size, parts):
+    forwards, backwards, order = 0, 0, []
+    while backwards < parts:
+        if forwards < parts and forwards - backwards < world_size - rank:
+            order.append(("forward", forwards))
+            forwards += 1
+        else:
+            order.append(("backward", backwards))
+            backwards += 1
+    return order
+
+
+# %% axes-schedule: right
+# %%fsdp
+def schedule(rank, world_size, parts):
+    at = {("forward", part): 2 * part for part in range(parts)}
+    at |= {("backward", part): 2 * (part + min(world_size - rank, parts)) - 1 for part in range(parts)}
+    return sorted(at, key=at.get)
+
+
+# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %%fsdp
+def schedule(rank, world_size, parts):
+    return all_forwards_first(rank, world_size, parts)
+
+
+# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %%fsdp
+def schedule(rank, world_size, parts):
+    return [(what, part) for part in range(parts) for what in ("forward", "backward")]
+
+
+# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %%fsdp
+def schedule(rank, world_size, parts):
+    first = [("forward", 0), ("forward", 1)]
+    rest = [each for part in range(2, parts) for each in (("backward", part - 2), ("forward", part))]
+    return [*first, *rest, ("backward", parts - 2), ("backward", parts - 1)]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size, parts):
+    return [("forward", part) for part in range(parts)]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size, parts):
+    return [(what, part) for part in range(parts - 1) for what in ("forward", "backward")]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size, parts):
+    [(what, part) for part in range(parts) for what in ("forward", "backward")]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size, parts):
+    order = [("backward", part) for part in range(parts)]
+    return order + [("forward", part) for part in range(parts)]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size):
+    return all_forwards_first(rank, world_size, 4)
+
+
+# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %%fsdp
+def schedule(rank, world_size, parts):
+    order = []
+    for first in range(0, parts, 2):
+        order += [("forward", first), ("forward", first + 1), ("backward", first), ("backward", first + 1)]
+    return order
