@@ -204,16 +204,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
     course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
-    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook; with --board, a folder of results")
-    grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
-    grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
-    grade.add_argument("--cell-timeout", type=float, metavar="SECONDS", help="for each cell (with --keep-going: 120)")
-    grade.add_argument("--keep-going", action="store_true", help="run the cells after one that raised or took too long")
-    grade.add_argument("--reveal", action="store_true", help="for teachers: write right answers beside wrong ones")
-    grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
-    grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
-    grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
-    grade.add_argument("--board", metavar="FILE", help="write a leader board of a folder of files of --json, as a page")
+    _add_grade_options(grade)
     about = "check the installation, train on two ranks, and say how to repair it"
     words.add_parser("doctor", description=_DOCTOR, help=about)
     about = "run a script on CPU ranks, and check how its models are sharded"
@@ -253,6 +244,19 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         if word not in {"lab", "course", "grade", "mcp", "skill"}:
             each.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return parser, words.choices
+
+
+def _add_grade_options(grade: argparse.ArgumentParser) -> None:
+    grade.add_argument("notebook", metavar="NOTEBOOK", help="the notebook; with --board, a folder of results")
+    grade.add_argument("--against", metavar="REFERENCE", help="the instructor's copy, whose checks count")
+    grade.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole notebook (default 1800)")
+    grade.add_argument("--cell-timeout", type=float, metavar="SECONDS", help="for each cell (with --keep-going: 120)")
+    grade.add_argument("--keep-going", action="store_true", help="run the cells after one that raised or took too long")
+    grade.add_argument("--reveal", action="store_true", help="for teachers: write right answers beside wrong ones")
+    grade.add_argument("--json", dest="json_file", metavar="FILE", help="write the report as JSON")
+    grade.add_argument("--junit", metavar="FILE", help="write the checks as JUnit XML")
+    grade.add_argument("--gradescope", metavar="FILE", help="write the checks as Gradescope's results.json")
+    grade.add_argument("--board", metavar="FILE", help="write a leader board of a folder of files of --json, as a page")
 
 
 def _add_calibrate_options(calibrate: argparse.ArgumentParser) -> None:
