@@ -1,5 +1,7 @@
 """Ranks on engines of a running cluster: detached, attached again with their variables, and stopped."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -192,3 +194,22 @@ def test_ranks_started_here_cannot_be_detached():
     bench = Workbench(1, device="cpu")
     with pytest.raises(UsageError, match="No ranks are running"):
         bench.detach()
+
+
+def test_an_engine_that_is_no_rank_takes_the_place_of_one_that_died(profile):  # the last test: an engine is gone then
+    with Workbench.attach(2, profile="running", device="cpu") as bench:
+        bench.run_cell(CELL)
+        bench.shard("model", wrap="Block")
+        losses = list(bench.step(4).losses)
+        bench.run_cell(CELL)
+        bench.shard("model", wrap="Block")
+        bench.step(2, snapshot=2)
+        os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
+        wait_until(lambda: 1 in bench.losses)
+        healed = bench.heal()
+        assert (healed.ranks, healed.steps_redone, healed.steps_lost) == ((1,), 0, 0)
+        assert list(bench.step(2).losses) == losses[2:]
+        os.kill(bench.status().ranks[0].pid, signal.SIGKILL)
+        wait_until(lambda: 0 in bench.losses)
+        with pytest.raises(UsageError, match=r"has no engine for rank 0: start one with ipcluster engines -n 1"):
+            bench.heal()
