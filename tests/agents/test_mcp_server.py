@@ -61,7 +61,7 @@ def viewer():
 @pytest.mark.parametrize(
     ("name", "arguments", "why"),
     [
-        ("statsu", {}, "there is no tool 'statsu', did you mean 'status'?"),
+        ("statsu", {}, "there is no tool 'statsu', did you mean 'states' or 'status'?"),
         ("dashboard", {}, "there is no tool 'dashboard'"),
         ("x" * 999, {}, f"there is no tool '{'x' * mcp_server.MAX_NAME}'"),
         ("step", {"cuont": 3}, "step has no argument 'cuont', did you mean 'count'? it takes count, fn,"),
