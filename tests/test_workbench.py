@@ -416,7 +416,7 @@ def test_do_takes_the_command_itself(trained):
             lambda wb: wb.export("run.xyz"),
             (
                 "'run.xyz' has no known format; the name must end in one of: .trace "
-                "(all events, to open again with %fsdp open), .json (for "
+                "(all events that are kept, to open again with %fsdp open), .json (for "
                 "https://ui.perfetto.dev), .html (opens in any browser, without a "
                 "network), .py (a script for torchrun)"
             ),

@@ -146,7 +146,7 @@ def _is_page(begin: bytes, _end: bytes) -> bool:
 
 
 _WRITERS: dict[str, tuple[Callable[[Trace, Path], None], IsOwn, str]] = {
-    ".trace": (save, _is_trace, "all events, to open again with %fsdp open"),
+    ".trace": (save, _is_trace, "all events that are kept, to open again with %fsdp open"),
     ".json": (_write_perfetto, _is_perfetto, "for https://ui.perfetto.dev"),
     ".html": (_write_page, _is_page, "opens in any browser, without a network"),
 }
