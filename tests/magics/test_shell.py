@@ -288,8 +288,10 @@ def test_rich_output_of_the_first_rank_is_shown(notebook):
 
 def test_a_view_is_displayed_at_any_position_in_a_cell(sharded):
     sharded.ok("%fsdp step 3")
-    shown = sharded.ok("%fsdp layout\n%fsdp training\nx = 1").shown
+    cell = sharded.ok("%fsdp layout\n%fsdp training\nx = 1")
+    shown = cell.shown
     assert len(shown) == 2
+    assert cell.out.count("%fsdp export page.html") == 1  # this shell shows titles only
     for data in shown:
         assert set(data) >= {PLOTLY_MIME, "text/plain"}
         assert "text/html" not in data

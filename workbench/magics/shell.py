@@ -42,6 +42,7 @@ from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
 from workbench.views import VIEWS
+from workbench.views.theme import Figure
 from workbench.widgets.progress import ProgressDisplay, StallLine, in_notebook
 from workbench.workbench import OnNotice, Workbench
 
@@ -106,7 +107,14 @@ class FsdpMagics(Magics):
         else:
             publish(linked(value, figure) if isinstance(value, ExplainReport) else value._repr_mimebundle_())
             show(figure)
+        self._say_where_pictures_are(value if figure is None else figure)
         return None
+
+    def _say_where_pictures_are(self, shown: object) -> None:
+        """Say once how to see a figure, if its title was shown alone: in a terminal."""
+        if isinstance(shown, Figure) and Figure not in self._advised and not in_notebook():
+            self._advised.add(Figure)
+            say("the picture, and all other views: %fsdp export page.html")
 
     def _as_json(self, line: str, cell: str | None) -> dict[str, Any] | None:
         """Print the document of a line or a cell; return it instead if the caller uses the result."""
