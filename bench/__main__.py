@@ -10,12 +10,13 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench import heal, live, plan, report
+from bench import heal, live, report
 from bench.aims import Verdict, verdicts
 from bench.between_hosts import compare_hosts
 from bench.cases import CASES, CLASSIC_CASES, GPU_CASES, HOSTS_CASES, IMPLEMENTATIONS, OURS, RECORDED, TORCH, Case
@@ -115,14 +116,17 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
                     "deaths": heal.measure_heals,
                     "snapshots": lambda: heal.measure_snapshots(effort.rounds),
                 },
-                "plan": lambda: {
-                    f"{num} ranks": lambda num=num: plan.compare_all(num, quick=effort is QUICK)
-                    for num in plan.NUM_RANKS
-                },
+                "plan": lambda: _plans(effort),
                 "browser": live.browser,
             }
             for name, work in works[part]().items():
                 yield (part, name), _apart(name, work)
+
+
+def _plans(effort: Effort) -> dict[str, Callable[[], Tree]]:
+    from bench import plan  # noqa: PLC0415 - loads the engine, which the process that forks ranks must not
+
+    return {f"{num} ranks": partial(plan.compare_all, num, quick=effort is QUICK) for num in plan.NUM_RANKS}
 
 
 def _of_512_ranks(effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:

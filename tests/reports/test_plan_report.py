@@ -49,7 +49,7 @@ def test_what_fits_has_no_problem_and_says_what_is_not_counted():
     ("calibration", "num_ranks", "error"),
     [
         (None, 4, ""),
-        (CALIBRATION, 4, "off by up to 10.0 % in 2 steps when calibrated"),
+        (CALIBRATION, 4, "off by up to 10.0% in 2 steps when calibrated"),
         (CALIBRATION, 2, "measured figures of 4 ranks; the error on 2 is not known"),
         (replace(CALIBRATION, held_out=()), 4, "measured figures, whose error is not known"),
     ],

@@ -46,5 +46,5 @@ def test_policies_are_drawn_by_whether_they_fit():
 
 def test_the_axis_says_what_is_known_of_times():
     policies = [policy("", 40, 14, fits=True, is_best=True)]
-    titles = [fit(policies, 80 * GIB, "", error).layout.xaxis.title.text for error in ("", "off by up to 3 %")]
-    assert titles == ["step, at least [ms]", "step, off by up to 3 % [ms]"]
+    titles = [fit(policies, 80 * GIB, "", error).layout.xaxis.title.text for error in ("", "off by up to 3%")]
+    assert titles == ["step, at least [ms]", "step, off by up to 3% [ms]"]

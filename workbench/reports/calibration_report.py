@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.base.machines import Calibration
-from workbench.base.text_formats import format_bytes, format_duration, plural
+from workbench.base.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.reports.report import Report
 
 
@@ -37,7 +37,7 @@ class CalibrationReport(Report):
             (
                 each.what,
                 f"planned {format_duration(round(each.planned_ns))}, measured "
-                f"{format_duration(round(each.measured_ns))}: {each.error_percent:+.1f} %",
+                f"{format_duration(round(each.measured_ns))}: {_signed(each.error_percent)}",
             )
             for each in found.held_out
         ]
@@ -57,7 +57,7 @@ class CalibrationReport(Report):
             ("memory", f"{format_bytes(round(found.memory_bytes_per_s))}/s"),
             ("host", f"{found.op_ns / 1e3:.1f} us an operation, {found.unit_ns / 1e3:.0f} us a unit's collective"),
             *links,
-            ("repeated steps", f"differ by {found.spread_percent:.0f} % (quartiles)"),
+            ("repeated steps", f"differ by {format_share(found.spread_percent / 100)} (quartiles)"),
             ("plan with it", f"workbench plan --ranks {found.num_ranks} --device {self.file} train.py"),
         ]
 
@@ -65,4 +65,8 @@ class CalibrationReport(Report):
 def error_words(calibration: Calibration) -> str:
     """Return the error of a calibration in words."""
     error = calibration.error_percent
-    return "an unknown amount" if error is None else f"{error:.1f} %"
+    return "an unknown amount" if error is None else format_share(error / 100, 1)
+
+
+def _signed(percent: float) -> str:
+    return f"{'+' * (percent >= 0)}{format_share(percent / 100, 1)}"

@@ -13,6 +13,7 @@ from workbench.base.text_formats import format_bytes, format_duration, plural
 from workbench.events import OFFLOADED, Category, Kind, Unit
 from workbench.protocol.planning import PlannedRanks
 from workbench.replay.training import summary
+from workbench.reports.calibration_report import error_words
 from workbench.reports.report import Report
 from workbench.reports.view_numbers import CollectiveTotal, CommsReport, MemoryReport, numbers
 from workbench.trace.columns import RankTrace, Trace
@@ -119,7 +120,7 @@ def error_of(ranks: PlannedRanks) -> str:
         return "measured figures, whose error is not known"
     if ranks.num_ranks != measured.num_ranks:
         return f"measured figures of {plural(measured.num_ranks, 'rank')}; the error on {ranks.num_ranks} is not known"
-    return f"off by up to {measured.error_percent:.1f} % in {plural(len(measured.held_out), 'step')} when calibrated"
+    return f"off by up to {error_words(measured)} in {plural(len(measured.held_out), 'step')} when calibrated"
 
 
 def _on_host(trace: Trace) -> tuple[Category, ...]:
