@@ -116,17 +116,17 @@ def _measure(part: str, args: argparse.Namespace, effort: Effort) -> Iterator[tu
                     "deaths": heal.measure_heals,
                     "snapshots": lambda: heal.measure_snapshots(effort.rounds),
                 },
-                "plan": lambda: _plans(effort),
+                "plan": lambda: {f"{num} ranks": partial(_plans, num, effort) for num in (2, 4)},
                 "browser": live.browser,
             }
             for name, work in works[part]().items():
                 yield (part, name), _apart(name, work)
 
 
-def _plans(effort: Effort) -> dict[str, Callable[[], Tree]]:
-    from bench import plan  # noqa: PLC0415 - loads the engine, which the process that forks ranks must not
+def _plans(num_ranks: int, effort: Effort) -> Tree:
+    from bench import plan  # it loads the engine, which the process that forks ranks must not
 
-    return {f"{num} ranks": partial(plan.compare_all, num, quick=effort is QUICK) for num in plan.NUM_RANKS}
+    return plan.compare_all(num_ranks, quick=effort is QUICK)
 
 
 def _of_512_ranks(effort: Effort) -> Iterator[tuple[tuple[str, ...], Tree]]:

@@ -23,7 +23,6 @@ from workbench.script.planner import PlannedRank, plan_script
 from workbench.trace import Trace
 
 Tree = dict[str, Any]
-NUM_RANKS = (2, 4)
 ENVIRONMENT = {"WORKBENCH_COMM": "default", ACTIVATIONS: "1"}
 
 
