@@ -452,14 +452,14 @@ def test_an_aborted_step_leaves_no_late_messages(network):
 def without_memory(host: str) -> set[str]:
     """On one host, shared memory fails beyond the first page."""
     if shared_memory.host == host:
-        create = shared_memory._create
+        create = shared_memory.create_memory
 
         def scarce(num_bytes: int, *args: Any) -> str:
             if num_bytes > 4096:
                 raise OSError("no memory here")
             return create(num_bytes, *args)
 
-        shared_memory._create = scarce
+        shared_memory.create_memory = scarce
     model = shard_net(make_net(dim=64))
     loss_of(model, batch(dist.get_rank(), 0)).backward()
     return names_of(model)
