@@ -3,7 +3,8 @@ import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
 import { type Client, Refusal, type Standing } from "./client";
-import type { Model, OutputTail, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
+import type { Model, ParamInfo, Preview, Reshard, CommandOutput, Shard, State, UnitInfo } from "./protocol";
+import { PrintedOutput } from "./printed_output";
 import type { Wanted } from "./starting";
 import { type Prepared, type Typed, wordOf } from "./words";
 
@@ -30,9 +31,6 @@ export const HEARD: ReadonlySet<string> = new Set(["step", "run", "pause", "next
 /** Maximum number of commands kept. */
 export const MAX_SPOKEN = 30;
 
-/** Minimum milliseconds between two questions for output that grows. */
-const OUTPUT_REST_MS = 500;
-
 const UNCERTAIN = "The kernel ended before it reported the result.";
 
 export class PanelModel implements IDisposable {
@@ -42,8 +40,7 @@ export class PanelModel implements IDisposable {
   #units: readonly UnitInfo[] = [];
   #models: readonly Model[] = [];
   #modelsText = "";
-  #isPrepared = false; // whether the ranks' models and functions are known
-  #hasStep = false;
+  #hasStep: boolean | null = null; // whether the ranks have a step function; null: their names are not known
   #reply: Reply | null = null;
   #aborts = 0; // requested and not ended
   #isStarting = false;
@@ -57,11 +54,8 @@ export class PanelModel implements IDisposable {
   #key = 0;
   #opened: ReadonlyMap<number, readonly ParamInfo[] | null> = new Map();
   #loadError = "";
-  #output: OutputTail | null = null;
-  #outputRank: number | null = null;
-  #outputSeen = -1; // version of the output last asked for
-  #outputAskedMs = 0; // when
-  #outputViews = 0; // that show it
+  /** What the ranks printed. */
+  readonly output: PrintedOutput;
   /** Values typed into the form that starts ranks, which may vanish with the kernel; null: none yet. */
   wanted: Wanted | null = null;
   #seen = "";
@@ -69,6 +63,7 @@ export class PanelModel implements IDisposable {
 
   constructor(client: Client) {
     this.#client = client;
+    this.output = new PrintedOutput(client, () => { this.#tell(); });
     client.standingChanged.connect(this.#onStanding, this);
     client.stateChanged.connect(this.#onState, this);
   }
@@ -114,7 +109,7 @@ export class PanelModel implements IDisposable {
   /** What the ranks have of what a step needs. */
   get prepared(): Prepared {
     const hasModel = this.#models.length > 0, isSharded = this.#units.length > 0;
-    return { isKnown: this.#isPrepared, hasModel, isSharded, hasStep: this.#hasStep };
+    return { isKnown: this.#hasStep !== null, hasModel, isSharded, hasStep: this.#hasStep === true };
   }
 
   /** The reply under the buttons; null: none. */
@@ -190,48 +185,6 @@ export class PanelModel implements IDisposable {
     this.#tell();
   }
 
-  /** The newest lines that ranks printed; null: not known yet. */
-  get output(): OutputTail | null {
-    return this.#output;
-  }
-
-  /** The rank whose lines are shown; null: all ranks. */
-  get outputRank(): number | null {
-    return this.#outputRank;
-  }
-
-  set outputRank(rank: number | null) {
-    this.#outputRank = rank;
-    this.#outputSeen = -1;
-    this.#tell();
-    this.#findOutput();
-  }
-
-  /** Ask for output whenever it has changed, until the returned function is called. */
-  watchOutput(): () => void {
-    this.#outputViews += 1;
-    this.#findOutput();
-    return () => { this.#outputViews -= 1; };
-  }
-
-  /** Ask for the newest lines if there are others than those last asked for, and something shows them. */
-  #findOutput(): void {
-    const version = this.#state?.output ?? -1;
-    if (this.#outputViews === 0 || version < 0 || version === this.#outputSeen) return;
-    if (this.#outputSeen >= 0 && Date.now() - this.#outputAskedMs < OUTPUT_REST_MS) return; // another state follows
-    this.#outputSeen = version;
-    this.#outputAskedMs = Date.now();
-    const rank = this.#outputRank;
-    this.#client.ask<"lines">({ word: "output", rank }).then(
-      (output) => {
-        if (rank !== this.#outputRank) return;
-        this.#output = output;
-        this.#tell();
-      },
-      () => { this.#outputSeen = -1; }, // ask again with the next state
-    );
-  }
-
   /** Run a command and keep it with its result. Returns whether it succeeded. */
   async do(command: Typed): Promise<boolean> {
     return (await this.#say(command)) !== null;
@@ -286,7 +239,6 @@ export class PanelModel implements IDisposable {
       this.#models = models;
       this.#hasStep = hasStep;
       this.#modelsText = text;
-      this.#isPrepared = true;
     } catch (error) {
       if (!(error instanceof Refusal)) throw error;
       if (this.#state?.cluster.is_running !== true) return; // the ranks have gone meanwhile
@@ -341,7 +293,7 @@ export class PanelModel implements IDisposable {
     this.#state = state;
     this.#loadError = "";
     this.#takeEnding(state);
-    this.#findOutput();
+    this.output.follow(state.output);
     if (state.units !== null) this.#takeUnits(state.units);
     const { cluster, ended, request } = state;
     if (!cluster.is_running) this.#forgetModels();
@@ -383,7 +335,7 @@ export class PanelModel implements IDisposable {
   #forgetModels(): void {
     this.#models = [];
     this.#modelsText = "";
-    this.#hasStep = this.#isPrepared = false;
+    this.#hasStep = null;
   }
 
   #onStanding(_: Client, standing: Standing): void {
@@ -394,9 +346,7 @@ export class PanelModel implements IDisposable {
       this.#numEnded = null;
       this.#wasBehind = false;
       this.#preview = null;
-      this.#output = null;
-      this.#outputRank = null;
-      this.#outputSeen = -1;
+      this.output.forget();
       this.#subject = "";
       this.#opened = new Map();
       this.#seen = "";

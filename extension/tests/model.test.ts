@@ -323,33 +323,33 @@ describe("output", () => {
 
   it("is asked for only while it is shown, and once for each change", async () => {
     const { model, client, asked, settle } = await beginning({ output: tail });
-    expect([asks(asked), model.output]).toEqual([[], null]);
-    const end = model.watchOutput();
+    expect([asks(asked), model.output.tail]).toEqual([[], null]);
+    const end = model.output.watch();
     await settle();
-    expect([asks(asked).length, model.output?.lines]).toEqual([1, tail.lines]);
+    expect([asks(asked).length, model.output.tail?.lines]).toEqual([1, tail.lines]);
     const look = asked.findLast(({ word }) => word === "look")?.number ?? -1;
     client.receive(state({ number: look })); // nothing new
     await settle();
     expect(asks(asked)).toHaveLength(1);
     end();
-    model.outputRank = 1;
+    model.output.rank = 1;
     expect(asks(asked)).toHaveLength(1);
   });
 
   it("is that of the chosen rank", async () => {
     const { model, asked, settle } = await beginning({ output: tail });
-    model.watchOutput();
-    model.outputRank = 1;
+    model.output.watch();
+    model.output.rank = 1;
     await settle();
     expect(asks(asked)).toEqual([expect.objectContaining({ rank: null }), expect.objectContaining({ rank: 1 })]);
-    expect(model.output).toEqual(expect.objectContaining({ lines: tail.lines }));
+    expect(model.output.tail).toEqual(expect.objectContaining({ lines: tail.lines }));
   });
 
   it("is forgotten with its kernel", async () => {
     const { model, client, settle } = await beginning({ output: tail });
-    model.watchOutput();
+    model.output.watch();
     await settle();
     client.away("dead");
-    expect([model.output, model.outputRank]).toEqual([null, null]);
+    expect([model.output.tail, model.output.rank]).toEqual([null, null]);
   });
 });

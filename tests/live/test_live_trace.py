@@ -22,7 +22,7 @@ from workbench.widgets.dashboard import DashboardWidget
 class CountingWorkbench(FakeWorkbench):
     """A workbench that counts its snapshots, and that a panel can show."""
 
-    outlives, held_by, exchange, cores = False, "", "", 1
+    outlives, held_by, one_job, exchange, cores = False, "", "", "", 1
 
     def __init__(self, *given):
         super().__init__(*given)

@@ -17,19 +17,19 @@ interface OutputProps {
 }
 
 export function Output({ model, numRanks }: OutputProps): React.JSX.Element {
-  const { outputRank: rank, output } = model;
-  React.useEffect(() => model.watchOutput(), [model]);
+  const { output } = model, { rank, tail } = output;
+  React.useEffect(() => output.watch(), [output]);
   return (
     <div className="fsdp-Form">
       <Field label="Lines of">
         <Choice
           value={rank === null ? ALL : `rank ${rank}`}
           among={[ALL, ...Array.from({ length: numRanks }, (_, number) => `rank ${number}`)]}
-          choose={(chosen) => { model.outputRank = chosen === ALL ? null : Number(chosen.split(" ")[1]); }}
+          choose={(chosen) => { output.rank = chosen === ALL ? null : Number(chosen.split(" ")[1]); }}
         />
       </Field>
-      <Lines lines={output?.lines ?? []} />
-      {output?.is_cut === true ? <p className="fsdp-note">Older lines: %fsdp output --lines 0</p> : null}
+      <Lines lines={tail?.lines ?? []} />
+      {tail?.is_cut === true ? <p className="fsdp-note">Older lines: %fsdp output --lines 0</p> : null}
     </div>
   );
 }

@@ -3,7 +3,7 @@ import { describe, expect, it } from "vitest";
 import { Axis } from "../../../workbench/widgets/static/axis.js";
 import { holdAt, itemAt, nextEdge } from "../../../workbench/widgets/static/timeline/find_item.js";
 import { describe as describeItem, exposure, tipLines } from "../../../workbench/widgets/static/timeline/item_words.js";
-import { laneBox, placeLegend, placeRows, rowAt } from "../../../workbench/widgets/static/timeline/row_layout.js";
+import { OTHER, laneBox, placeLegend, placeRows, rowAt } from "../../../workbench/widgets/static/timeline/row_layout.js";
 import { Tracks } from "../../../workbench/widgets/static/timeline/tracks.js";
 import { ViewRange } from "../../../workbench/widgets/static/timeline/view_range.js";
 import { items, track } from "./made";
@@ -103,22 +103,22 @@ const TRACKS = [
 ];
 
 describe("rows", () => {
-  const { rows, left, bottom } = placeRows(TRACKS, ({ length }) => length > 0, 1200);
+  const { rows, left, bottom } = placeRows(TRACKS, ({ length }) => length > 0, 1200, OTHER);
 
   it("are placed by rank, without tracks that no rank uses", () => {
     expect(rows.map(({ index, y, height }) => [index, y, height])).toEqual([[0, 34, 20], [2, 65, 20]]);
     expect([left, bottom]).toEqual([168, 90]);
-    expect(placeRows(TRACKS, ({ length }) => length > 0, 559).left).toBe(104);
+    expect(placeRows(TRACKS, ({ length }) => length > 0, 559, OTHER).left).toBe(104);
   });
 
   it("of a track that one rank uses are there for all ranks", () => {
-    expect(placeRows(TRACKS, (_, index) => index === 1, 1200).rows.map(({ index }) => index)).toEqual([1]);
-    expect(placeRows(TRACKS, (_, index) => index === 2, 1200).rows.map(({ index }) => index)).toEqual([0, 2]);
+    expect(placeRows(TRACKS, (_, index) => index === 1, 1200, OTHER).rows.map(({ index }) => index)).toEqual([1]);
+    expect(placeRows(TRACKS, (_, index) => index === 2, 1200, OTHER).rows.map(({ index }) => index)).toEqual([0, 2]);
   });
 
   it("get lower where there are many", () => {
     const many = (count: number): number | undefined =>
-      placeRows(Array.from({ length: count }, (_, rank) => track({ name: "compute", rank }, [0, 1])), () => true, 1200).rows[0]?.height;
+      placeRows(Array.from({ length: count }, (_, rank) => track({ name: "compute", rank }, [0, 1])), () => true, 1200, OTHER).rows[0]?.height;
     expect([10, 32, 40, 100].map(many)).toEqual([20, 18, 14, 12]);
   });
 
@@ -151,7 +151,7 @@ describe("the legend", () => {
 });
 
 describe("the item at a point", () => {
-  const { rows } = placeRows(TRACKS, ({ length }) => length > 0, 1200);
+  const { rows } = placeRows(TRACKS, ({ length }) => length > 0, 1200, OTHER);
   const axis = new Axis({ left: 168, width: 1000 }, [0, 1000]); // a microsecond is a pixel
   const at = (x: number, y: number, open: Parameters<typeof itemAt>[0]["open"] = []): number | undefined => itemAt({ rows, axis, open }, x, y)?.k;
 
@@ -191,7 +191,7 @@ describe("an item in words", () => {
   const tracks = new Tracks([{ name: "all-gather", rank: 0 }, { name: "wait", rank: 0 }]);
   tracks.append(0, items([10, 110, { kind: 6, unit: 1, bytes: 2048 }]));
   tracks.append(1, items([90, 110, { kind: 12, arrowFrom: 10 }]));
-  const { rows } = placeRows(tracks.all, () => true, 1200);
+  const { rows } = placeRows(tracks.all, () => true, 1200, OTHER);
   const found = (row: number, k = 0): ReturnType<typeof describeItem> => {
     const place = rows[row];
     if (!place) throw new Error("no row");
