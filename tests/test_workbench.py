@@ -838,6 +838,7 @@ def test_the_effect_of_the_next_ctrl_c_is_shown(trained, monkeypatch):
         trained.step(on_standing=on_standing)
     assert sentences == [
         "stops at the next event of ranks 0-3; Ctrl-C again aborts",
+        "aborting; ranks 0-3 still run; Ctrl-C again aborts at once",
         "aborting; ranks 0-3 still run; Ctrl-C again sends SIGINT",
         "aborting; ranks 0-3 still run; Ctrl-C again stops waiting",
     ]

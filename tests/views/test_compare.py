@@ -117,7 +117,7 @@ def test_a_slower_step_is_explained_by_its_slower_parts():
     fig = draw(a, slower(a, Kind.FORWARD, 1, 3_000_000))
     assert title(fig) == "the same, event for event; step time +44%: forward of blocks.1 +3.00 ms"
     fig = draw(a, slower(a, Kind.FORWARD, 1, 300_000_000))
-    assert title(fig) == "the same, event for event; step time 6.80 ms -> 307 ms: forward of blocks.1 +300 ms"
+    assert title(fig) == "the same, event for event; step time 6.85 ms -&gt; 307 ms: forward of blocks.1 +300 ms"
     fig = draw(a, slower(a, Kind.WAIT, 1, 3_000_000))
     assert "exposed all-gather of blocks.1" in title(fig)
 

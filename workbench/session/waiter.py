@@ -269,7 +269,9 @@ class RequestWaiter:
     @property
     def next_means(self) -> str:
         """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
-        return f"Ctrl-C {'again ' if self._used else ''}{self._next().value}"
+        means = self._next()
+        is_aligning = means is Means.ABORT and self._align_until is not None
+        return f"Ctrl-C {'again ' if self._used else ''}{means.value}{' at once' if is_aligning else ''}"
 
     def _escalate(self) -> None:
         """Use the next means at a Ctrl-C."""
