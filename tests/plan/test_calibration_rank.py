@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from tests.helpers.forked_ranks import on_one_rank
+from workbench.base.codec import decode, encode
+from workbench.base.machines import OpTime
 from workbench.events import Kind
 from workbench.plan.calibration_rank import TimedOps, _line
 
@@ -22,7 +24,9 @@ def test_operations_are_timed_by_name_dtype_and_size():
         ("aten._to_copy", "float32", 64 + 32),
     }
     assert timed.num_ops == 4
-    assert all(time_ns > 0 for times in timed.times.values() for time_ns in times)
+    received = decode(tuple[OpTime, ...], encode(timed.op_times()), "ops")
+    assert len(received) == 4
+    assert all(each.time_ns > 0 for each in received)
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,13 @@ class TimedOps(DispatchMode):
             self.times.setdefault(key, []).append(taken_ns)
         return result
 
+    def op_times(self) -> list[OpTime]:
+        """Return the median time of each."""
+        return [
+            OpTime(op=op, dtype=dtype, work=work, time_ns=float(median(times)))
+            for (op, dtype, work), times in self.times.items()
+        ]
+
 
 def _seconds_ns(body: Callable[[], object], repeats: int) -> list[int]:
     """Return the nanoseconds of each repetition."""
@@ -106,9 +113,7 @@ def measure(_given: object) -> Any:  # noqa: ANN401 - JSON data
         with TimedOps(device) as timed:
             for _ in range(_STEPS):
                 step()
-        ops += [
-            OpTime(op=op, dtype=dtype, work=work, time_ns=median(t)) for (op, dtype, work), t in timed.times.items()
-        ]
+        ops += timed.op_times()
         on_device_ns = sum(median(times) * len(times) for times in timed.times.values()) / _STEPS
         host_ns.append((median(whole) - on_device_ns) * _STEPS / timed.num_ops)
     op_ns = max(median(host_ns), 0.0)
