@@ -111,8 +111,8 @@ class GradeReport:
         predictions: likewise.
         problem: why the notebook did not run to its end; empty if it did.
         changed: checks of the course that the notebook has in another form, by name.
-        course: the notebook of the course that has them; None: the notebook is none of the course, or was graded
-            against another.
+        course: the notebook of the course that has them; None: it is not made of one, or was graded against another
+            notebook.
     """
 
     computed = ("score", "max_score", "passed")

@@ -81,7 +81,7 @@ class TimedOps(DispatchMode):
         ]
 
 
-def _seconds_ns(body: Callable[[], object], repeats: int) -> list[int]:
+def _times_ns(body: Callable[[], object], repeats: int) -> list[int]:
     """Return the nanoseconds of each repetition."""
     synchronize = backend_of(rank.this_rank().groups.device).synchronize
     found = []
@@ -108,7 +108,7 @@ def measure(_given: object) -> Any:  # noqa: ANN401 - JSON data
         step = training.make(device)
         step()
         dist.barrier()
-        whole = _seconds_ns(step, _STEPS)
+        whole = _times_ns(step, _STEPS)
         spreads.append(_spread(whole))
         with TimedOps(device) as timed:
             for _ in range(_STEPS):
@@ -123,8 +123,8 @@ def measure(_given: object) -> Any:  # noqa: ANN401 - JSON data
         "ops": encode(ops),
         "collectives": encode(collectives),
         "flops_per_s": dict(_matrix_products(device)),
-        "memory_bytes_per_s": 3 * 4 * _COPIED / min(_seconds_ns(_adding(device), _REPEATS)) * 1e9,
-        "host_copy_bytes_per_s": 4 * _COPIED / min(_seconds_ns(_copying(device), _REPEATS)) * 1e9,
+        "memory_bytes_per_s": 3 * 4 * _COPIED / min(_times_ns(_adding(device), _REPEATS)) * 1e9,
+        "host_copy_bytes_per_s": 4 * _COPIED / min(_times_ns(_copying(device), _REPEATS)) * 1e9,
         "op_ns": op_ns,
         "dtensor_ns": dtensor_ns,
         "spread_percent": max(spreads),
@@ -148,7 +148,7 @@ def _matrix_products(device: torch.device) -> Iterator[tuple[str, float]]:
         matrix = torch.randn(_MATRIX, _MATRIX, device=device).to(dtype)
         multiply = partial(torch.mm, matrix, matrix)
         multiply()
-        yield str(dtype).removeprefix("torch."), 2 * _MATRIX**3 / min(_seconds_ns(multiply, 3)) * 1e9
+        yield str(dtype).removeprefix("torch."), 2 * _MATRIX**3 / min(_times_ns(multiply, 3)) * 1e9
 
 
 def _dtensor_ns(device: torch.device) -> float:
@@ -158,7 +158,7 @@ def _dtensor_ns(device: torch.device) -> float:
     sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
 
     def per_call(x: torch.Tensor) -> float:
-        return min(_seconds_ns(lambda: [x.add_(x) for _ in range(50)], _REPEATS)) / 50
+        return min(_times_ns(lambda: [x.add_(x) for _ in range(50)], _REPEATS)) / 50
 
     return max(per_call(sharded) - per_call(local), 0.0) / 2
 
@@ -169,22 +169,25 @@ def _collectives(device: torch.device) -> Iterator[CollectiveTime]:
     sizes = [2**power for power in range(1, world.bit_length()) if 2**power < world] + [world] * (world > 1)
     for size in sizes:
         group = cast("dist.ProcessGroup", dist.new_group(list(range(size))))
-        if here >= size:
-            continue
-        calls: dict[Kind, Callable[[torch.Tensor, torch.Tensor], object]] = {
-            Kind.ALL_GATHER: lambda whole, own: dist.all_gather_single(whole, own, group=group),  # noqa: B023
-            Kind.REDUCE_SCATTER: lambda whole, own: dist.reduce_scatter_single(own, whole, group=group),  # noqa: B023
-            Kind.ALL_REDUCE: lambda whole, _: dist.all_reduce(whole, group=group),  # noqa: B023
-        }
-        for kind, call in calls.items():
-            points = []
-            for numel in _SIZES:
-                own, whole = torch.ones(numel, device=device), torch.ones(numel * size, device=device)
-                call(whole, own)
-                times = _seconds_ns(lambda: call(whole, own), _REPEATS)  # noqa: B023
-                points.append((ring_bytes(kind, whole.nbytes, size), median(times)))
-            yield _line(kind, size, points)
+        if here < size:
+            yield from _collectives_of(group, size, device)
     dist.barrier()
+
+
+def _collectives_of(group: dist.ProcessGroup, size: int, device: torch.device) -> Iterator[CollectiveTime]:
+    calls: dict[Kind, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        Kind.ALL_GATHER: lambda whole, own: dist.all_gather_single(whole, own, group=group),
+        Kind.REDUCE_SCATTER: lambda whole, own: dist.reduce_scatter_single(own, whole, group=group),
+        Kind.ALL_REDUCE: lambda whole, _: dist.all_reduce(whole, group=group),
+    }
+    for kind, call in calls.items():
+        points = []
+        for numel in _SIZES:
+            own, whole = torch.ones(numel, device=device), torch.ones(numel * size, device=device)
+            call(whole, own)
+            times = _times_ns(partial(call, whole, own), _REPEATS)
+            points.append((ring_bytes(kind, whole.nbytes, size), median(times)))
+        yield _line(kind, size, points)
 
 
 def _line(kind: Kind, size: int, points: Sequence[tuple[float, float]]) -> CollectiveTime:
@@ -212,7 +215,7 @@ def train(name: str) -> float:
     step = STEPS[name].make(rank.this_rank().groups.device)
     step()
     dist.barrier()
-    return median(_seconds_ns(step, 3 * _STEPS))
+    return median(_times_ns(step, 3 * _STEPS))
 
 
 def main(requests: int, answers: int) -> None:

@@ -227,7 +227,7 @@ class RankRuntime:
                 self.private.remove()
 
     def hold_replica(self) -> ReplicaMark | None:
-        """Keep the state of the last completed step for the replicas of this rank; None: it is not to be had."""
+        """Keep the state of the last completed step for the replicas of this rank; None: it has been lost."""
         if SNAPSHOTS.replica is None and self.private is not None and len(self.replicas) > 1 and self.replay is None:
             with self.watch.paused():
                 self.reshard_models()
