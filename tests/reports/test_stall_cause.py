@@ -8,8 +8,10 @@ import pytest
 from tests.replay.test_run_positions import FORWARD, OWN, TORCH, WALL, S, gather, rank, recording, row
 from tests.reports.test_run_where import UNITS, alive, quiet, report
 from workbench.events import TORCH_DDP, Edge, Kind, Phase
+from workbench.replay.run_positions import live_positions
 from workbench.reports.parted_ranks import LEAVE_TOGETHER, SAME_BATCHES, SAME_CALLS
 from workbench.reports.run_where import where
+from workbench.reports.stall_cause import stall_cause
 from workbench.trace.columns import Trace
 from workbench.trace.recording import AFTER, Activity, RunEnd, SilentStack
 from workbench.trace.schema import RankInfo
@@ -260,6 +262,14 @@ def test_a_collective_that_all_have_started_and_that_does_not_end():
     assert found.fix.startswith("pass the same src or dst on all ranks")
     found = cause_of(*(alive(n, {**gather(n, **source), "value": 0.0}) for n in (0, 1)))
     assert found.fix.startswith("see the standard error")
+
+
+def test_a_collective_is_not_stuck_as_soon_as_its_last_rank_has_come():
+    assert cause_of(alive(0, gather(1)), alive(1, gather(28))) is None
+    job = recording(rank(0, gather(1)), rank(1, gather(8))).trace
+    for quiet_s, rule in ((2, None), (4.9, None), (5, "stuck-collective")):
+        found = stall_cause(job, live_positions(job, {0: 9 * S, 1: int(quiet_s * S)}, {}, {}, {}))
+        assert (found and found.rule) == rule
 
 
 def test_the_cause_is_the_headline_and_stands_below_the_headline_and_is_escaped():

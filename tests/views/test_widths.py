@@ -132,6 +132,7 @@ def page(chromium, tmp_path_factory):
     with open_offline(chromium, file) as opened:
         opened.page.set_viewport_size({"width": 2100, "height": 1200})
         yield opened.page
+        assert opened.complaints == []
 
 
 def overlap(first, second):

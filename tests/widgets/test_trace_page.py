@@ -228,6 +228,9 @@ def test_figures_are_in_the_colours_of_the_page_and_follow_them(chromium, tmp_pa
 def test_figures_follow_the_width_of_the_window(chromium, tmp_path):
     with opened_page(chromium, tmp_path, example_trace()) as opened:
         assert titles_follow_the_width(opened.page)
+        for width in (460, 200):  # a panel of JupyterLab may be as narrow
+            opened.page.set_viewport_size({"width": width, "height": 900})
+            opened.page.wait_for_function(f"document.documentElement.scrollWidth === {width}")
         assert opened.complaints == []
 
 

@@ -166,7 +166,8 @@ class _Waits:
         if unseen:
             return self._of_counts([*waiting, *unseen]) or self._of_unseen(waiting, unseen)
         stuck = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
-        return self._of_stuck(stuck) if stuck else None
+        still = [each for each in stuck if self._is_still(each)]
+        return self._of_stuck(still) if still else None
 
     def _has_ended_early(self, position: RunPosition) -> bool:
         """Return whether a rank's program ended with success, before any other program ended otherwise."""
@@ -182,6 +183,17 @@ class _Waits:
             return position.state in (RunState.SILENT, RunState.WAITS)
         end_ns = first_ns if position.ended_ns is None else min(position.ended_ns, first_ns)
         return position.ending is Ending.TIMEOUT or end_ns - position.since_ns >= least_ns
+
+    def _is_still(self, position: RunPosition) -> bool:
+        """Return whether no rank of a collective in which one waits has had an event for long.
+
+        The payload begins to move when the last rank has come, and may take seconds.
+        """
+        assert position.pending is not None
+        ranks = self.trace.header.comm_groups[self._group_of(position.pending)].ranks
+        others = [each for each in self.positions if not ranks or each.rank in ranks]
+        is_live = first_end_ns(self.positions) is None
+        return all(each.is_over or each.for_ns >= STALLED_NS if is_live else self._is_quiet(each) for each in others)
 
     def _of_ended(self, ended: Sequence[RunPosition], waiting: Sequence[RunPosition]) -> Fault:
         receiver = next((each for each in waiting if _is_pair(each) and ended[0].rank in _absent(each)), None)
