@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import assert_same_shards, shard_net
@@ -124,6 +125,20 @@ def test_assigning_a_whole_tensor_loads_nothing_and_names_the_call_that_loads_it
     for message in run_ranks(2, plain_values, unsharded_first):
         assert message.startswith("load_state_dict(assign=True): parameter 'blocks.1.mlp.0.weight' is sharded")
         assert "set_model_state_dict(model, state_dict, options=StateDictOptions(full_state_dict=True))" in message
+
+
+def of_another_mesh(assign: bool) -> None:
+    model, mesh = shard_net(make_net(seed=2, num_blocks=2)), init_device_mesh("cpu", (2, 1))
+    values = make_net(seed=1, num_blocks=2).state_dict()
+    state = {name: distribute_tensor(value, mesh, [Shard(0), Replicate()]) for name, value in values.items()}
+    with pytest.raises(ValueError, match="was saved on a mesh of 2x1 ranks, and is sharded over 2 here; nothing was"):
+        model.load_state_dict(state, assign=assign)
+    assert_same_shards(model, make_net(seed=2, num_blocks=2))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_of_another_mesh_load_nothing(assign):
+    run_ranks(2, of_another_mesh, assign)
 
 
 def of_an_optimizer() -> None:

@@ -700,3 +700,23 @@ def test_the_program_that_ended_first(ranks, verdict, fix):
     assert found.verdict.startswith(verdict)
     assert found.fix.startswith(fix)
     assert "gloo" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("errors", "verdict"),
+    [
+        (
+            {0: "KeyError: 'a'", 1: "StepAborted: rank 2: ValueError: boom", 2: "ValueError: boom"},
+            "rank 2 failed first: ValueError: boom; rank 0 failed: KeyError: 'a'; rank 1 failed because its peer was",
+        ),
+        (
+            {0: "KeyError: 'a'", 1: CLOSED, 2: "ValueError: boom"},
+            "ranks 0, 2 ended, and which of them first is not recorded: rank 0 failed: KeyError: 'a'; "
+            "rank 2 failed: ValueError: boom; rank 1 failed because its peer was gone",
+        ),
+        ({0: CLOSED, 1: CLOSED, 2: "ValueError: boom"}, "rank 2 failed first: ValueError: boom; ranks 0-1 failed be"),
+    ],
+)
+def test_of_a_request_the_rank_for_which_others_were_aborted_failed_first(errors, verdict):
+    job = recording(*(rank(number) for number in errors), groups=((0, 1, 2),)).trace
+    assert stall_cause(job, live_positions(job, {}, errors, {}, {})).verdict.startswith(verdict)

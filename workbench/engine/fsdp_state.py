@@ -130,7 +130,7 @@ class FSDPState:
     def _state_dict_hooks(self) -> list[RemovableHandle]:
         """Register the hooks that make state dicts hold shards and load into shards."""
         handles = [module.register_load_state_dict_post_hook(self._after_load) for module in self.modules]
-        handles += [module.register_load_state_dict_pre_hook(_check_assigned) for module in self.modules]
+        handles += [module.register_load_state_dict_pre_hook(_check_loaded) for module in self.modules]
         for module in self._owners():
             handles.append(module.register_state_dict_pre_hook(self._before_state_dict))
             handles.append(module.register_load_state_dict_pre_hook(self._before_state_dict))
@@ -633,26 +633,31 @@ def units_of(states: Iterable[FSDPState]) -> list[FSDPParamGroup]:
     return [unit for state in states for unit in state.units]
 
 
-def _check_assigned(
+def _check_loaded(
     module: nn.Module,
     state_dict: Mapping[str, Any],
     prefix: str,
     metadata: Mapping[str, Any],
     *_: Any,  # noqa: ANN401 - hook signature
 ) -> None:
-    """Check, before any is assigned, that a state dict has no whole tensors for sharded parameters below ``module``.
+    """Check, before any is loaded, that a state dict has what sharded parameters below ``module`` can take.
 
     Raises:
-        TypeError: it has one.
+        TypeError: it has a whole tensor, which would be assigned.
+        ValueError: it has a DTensor of another mesh.
     """
-    if not metadata.get("assign_to_params_buffers"):
-        return
+    is_assigned = metadata.get("assign_to_params_buffers")
     names = module_names.names_below((module,))
     for unit in units_of(_states_of(names)):
-        for place, name in (place for param in unit.fsdp_params for place in param.info.places):
-            key = prefix + module_names.full_name(names, place, name)
-            if not isinstance(state_dict.get(key), (DTensor, NoneType)):
-                raise TypeError(refusal_text.assigned_whole(key))
+        for param in unit.fsdp_params:
+            meshes = {mesh.shape for mesh in param.meshes}
+            for place, name in param.info.places:
+                key = prefix + module_names.full_name(names, place, name)
+                found = state_dict.get(key)
+                if is_assigned and not isinstance(found, (DTensor, NoneType)):
+                    raise TypeError(refusal_text.assigned_whole(key))
+                if isinstance(found, DTensor) and len(meshes) == 1 and found.device_mesh.shape not in meshes:
+                    raise ValueError(refusal_text.of_another_mesh(key, found.device_mesh.shape, *meshes))
 
 
 # ---- the root

@@ -23,3 +23,13 @@ def assigned_whole(key: str) -> str:
         "nothing was loaded. Call set_model_state_dict(model, state_dict, "
         "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
     )
+
+
+def of_another_mesh(key: str, saved: tuple[int, ...], now: tuple[int, ...]) -> str:
+    """Return the message that a state dict has a DTensor of another mesh for the parameter ``key``."""
+    then, here = ("x".join(map(str, shape)) for shape in (saved, now))
+    return (
+        f"load_state_dict: parameter {key!r} was saved on a mesh of {then} ranks, and is sharded over {here} here; "
+        "nothing was loaded. Files of torch.save fit only the same mesh: save with "
+        "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=FOLDER), whose load fits any"
+    )

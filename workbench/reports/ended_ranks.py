@@ -15,6 +15,9 @@ from workbench.trace.frames import short_place
 _AT_ONCE_NS = 20_000_000
 """Limit of the time between the ends of ranks that one sender terminates: the time of each is recorded."""
 
+_ABORTED_FOR = re.compile(r"^StepAborted: rank (\d+): ")
+"""Begin of the error of a rank that was aborted because another one had raised."""
+
 _NO_MEMORY = re.compile(r"^\w*MemoryError|^[\w.]+: .*can(?:no|')t allocate memory", re.IGNORECASE)
 """Errors of Python, of devices, and of torch or the kernel on the CPU."""
 
@@ -37,15 +40,14 @@ def first_end(positions: Sequence[RunPosition]) -> Fault | None:
         return None
     others = [each for each in _gone(positions) if each not in first]
     # a process that is killed may end after its last sign of life and the end of another one
-    parties = [[each for each in first if each.state is state] for state in dict.fromkeys(each.state for each in first)]
+    alike = dict.fromkeys(map(_how_first, first))
+    parties = [[each for each in first if _how_first(each) == how] for how in alike]
     lead = "first" if others and len(parties) == 1 else ""
     verdict = "; ".join(_end_words(party, lead) for party in parties)
     if len(parties) > 1:
         apart_ns = max(each.ended_ns or 0 for each in first) - (first[0].ended_ns or 0)
-        verdict = (
-            f"{label(sorted(_ranks(first)))} ended within {format_long(apart_ns)}, "
-            f"and which of them first is not recorded: {verdict}"
-        )
+        within = f" within {format_long(apart_ns)}" if apart_ns else ""
+        verdict = f"{label(sorted(_ranks(first)))} ended{within}, and which of them first is not recorded: {verdict}"
     later = _sequence(others, since_ns=first[0].ended_ns)
     return Fault(
         rule="dead-rank",
@@ -53,6 +55,11 @@ def first_end(positions: Sequence[RunPosition]) -> Fault | None:
         evidence=tuple(_evidence([*first, *others])),
         fix="; ".join(_fix(party, bool(others) and party is parties[-1]) for party in parties),
     )
+
+
+def _how_first(position: RunPosition) -> tuple[RunState, str]:
+    """Return how a rank ended that was among the first; those with the same are named together."""
+    return position.state, short_reason(position.reason) if position.ending is Ending.ERROR else ""
 
 
 def _end_words(alike: Sequence[RunPosition], lead: str) -> str:
@@ -86,6 +93,9 @@ def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
         gone = [each for each in gone if each not in later]
     own = [each for each in gone if each.ending in (Ending.ERROR, Ending.ABORTED)]
     killed = [each for each in gone if each.ending in (None, Ending.OUTSIDE)]
+    if own and all(each.ended_ns is None for each in gone):  # of a request: the times of its ends are unknown
+        named = {int(found[1]) for each in gone if (found := _ABORTED_FOR.match(each.reason))}
+        return [each for each in own if each.rank in named] or own
     if own and (not killed or (own[0].ended_ns or 0) <= (killed[0].ended_ns or 0) + TOGETHER_NS):
         alike = [each for each in own if short_reason(each.reason) == short_reason(own[0].reason)]
         return [each for each in alike if len(alike) == len(gone) or _is_together(each, own[0])]
