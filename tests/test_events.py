@@ -36,7 +36,7 @@ NUMBERS = {
     Edge: "BEGIN END INSTANT",
     Phase: "IDLE FORWARD PRE_BACKWARD BACKWARD POST_BACKWARD OPTIMIZER",
     Category: "SHARDED_PARAMS UNSHARDED_PARAMS ALL_GATHER_BUFFERS UNSHARDED_GRADS REDUCE_SCATTER_BUFFERS SHARDED_GRADS "
-    "OPTIMIZER_STATE ACTIVATIONS OTHER RESERVED",
+    "OPTIMIZER_STATE ACTIVATIONS SNAPSHOTS RESERVED",  # 8 was OTHER, which nothing ever recorded
     UnitState: "SHARDED ALL_GATHER_IN_FLIGHT UNSHARDED REDUCING",
 }
 
@@ -78,11 +78,11 @@ def test_tables_cover_every_kind(kind):
     assert theme.KIND_COLOURS[kind] == theme.COLOURS[info.colour]
     for edge in Edge:
         row = np.zeros(1, ROW_DTYPE)
-        row["kind"], row["edge"], row["num_bytes"], row["category"] = kind, edge, 8, Category.OTHER
+        row["kind"], row["edge"], row["num_bytes"], row["category"] = kind, edge, 8, Category.SNAPSHOTS
         after = advance(KeyFrame(), row)
         state = dict(info.states).get(edge, UnitState.SHARDED)
         assert after.unit_states == ({0: state} if state is not UnitState.SHARDED else {})
-        assert after.bytes_by_category[Category.OTHER] == (8 if info.memory_sign else 0)
+        assert after.bytes_by_category[Category.SNAPSHOTS] == (8 if info.memory_sign else 0)
         assert bool(after.reducing) == info.is_reduction
 
 

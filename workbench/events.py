@@ -32,6 +32,7 @@ class Colour(Enum):
     SHARDED_GRADS = auto()
     OPTIMIZER_STATE = auto()
     ACTIVATIONS = auto()
+    SNAPSHOTS = auto()
     RESERVED = auto()
     FORWARD = auto()
     BACKWARD = auto()
@@ -363,7 +364,8 @@ class Category(Word):
     OPTIMIZER_STATE = 6, CategoryInfo(words="optimizer state", colour=Colour.OPTIMIZER_STATE, is_engines=False)
     # what autograd keeps for backward, and of checkpoints their inputs; see Activation
     ACTIVATIONS = 7, CategoryInfo(words="activations", colour=Colour.ACTIVATIONS, is_engines=False)
-    OTHER = 8, CategoryInfo(words="other", colour=Colour.PLAIN, is_engines=False)
+    # copies of the training state in the host's memory, from which a lost rank is healed
+    SNAPSHOTS = 8, CategoryInfo(words="snapshots", colour=Colour.SNAPSHOTS, is_engines=False)
     # kept for reuse and not in use; bytes in use count in their own class
     RESERVED = 9, CategoryInfo(words="reserved", colour=Colour.RESERVED)
 

@@ -10,6 +10,7 @@ from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.base.text_formats import format_bytes
 from workbench.errors import RankDied, UsageError
+from workbench.events import Category
 from workbench.magics.command_lines import parse_line
 from workbench.session import healing
 from workbench.trace.invariants import check
@@ -155,7 +156,7 @@ def test_what_cannot_be_restored_is_named(wb, monkeypatch):
 KILLED_AT = {
     "snapshots.capture": (3, 3),  # the snapshot after 6 steps is not copied, or not sent: the one before is whole
     "snapshots.Snapshots._send": (3, 3),
-    "snapshots.Snapshots._receive": (3, 1),  # it was sent a step ago
+    "snapshots.Snapshots._receive": (3, None),  # it was sent a step ago, and may have arrived
     "checkpoint_writer.write_chunk": (1, None),  # in a thread, while training goes on
 }
 FAULT = """
@@ -171,6 +172,10 @@ def die_in(owner, name, calls):
     setattr(owner, name, counted)
 die_in({owner}, "{name}", [])
 """
+
+
+def snapshot_bytes(wb):
+    return {part.rank: part.bytes_before(len(part.rows))[Category.SNAPSHOTS] for part in wb.trace.ranks}
 
 
 @pytest.mark.parametrize("wb", [4], indirect=True)
@@ -189,6 +194,7 @@ def test_a_rank_that_dies_inside_a_snapshot_or_save_is_healed_from_a_whole_snaps
     assert 2 * state < taken.kept_bytes < 2 * (state + 2000), "the rest is numbers and texts"
     kept = format_bytes(taken.kept_bytes)
     assert wb.status().ranks[0].doing == f"idle; keeps {kept} of snapshots"
+    assert snapshot_bytes(wb)[0] == taken.kept_bytes
     for where, (nth, redone) in KILLED_AT.items():
         owner, _, name = where.rpartition(".")
         prepare(wb)
@@ -201,3 +207,5 @@ def test_a_rank_that_dies_inside_a_snapshot_or_save_is_healed_from_a_whole_snaps
         assert redone in {None, healed.steps_redone}, where
         wb.do(parse_line(healed.next.removeprefix("%fsdp ")))
         assert losses_of(wb) == expected, where
+        for rank, num_bytes in snapshot_bytes(wb).items():
+            assert f"keeps {format_bytes(num_bytes)} of snapshots" in wb.status().ranks[rank].doing, where

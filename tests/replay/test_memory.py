@@ -147,7 +147,7 @@ def rows_of(*entries):
     return rows
 
 
-def alloc(unit, phase, category=Category.OTHER):
+def alloc(unit, phase, category=Category.SNAPSHOTS):
     return Kind.ALLOC, Edge.INSTANT, unit, phase, category, 8
 
 

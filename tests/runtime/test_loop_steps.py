@@ -47,7 +47,7 @@ def work(recorder, optimizer, *, allocates=0):
     recorder.phase(Phase.FORWARD)
     recorder.event(Kind.FORWARD, Edge.BEGIN, -1, 0, None, None)
     if allocates:
-        recorder.memory(Category.OTHER, -1, allocates)
+        recorder.memory(Category.SNAPSHOTS, -1, allocates)
     recorder.event(Kind.FORWARD, Edge.END, -1, 0, None, None)
     recorder.phase(Phase.IDLE)
     optimizer.step()
@@ -84,9 +84,9 @@ def test_lasting_effects_of_a_step_that_is_left_out_are_recorded(loop):
     work(recorder, optimizer)
     for allocates in (100, 30):
         work(recorder, optimizer, allocates=allocates)
-    assert recorder.drain().key_frame.bytes_by_category[Category.OTHER] == 130
+    assert recorder.drain().key_frame.bytes_by_category[Category.SNAPSHOTS] == 130
     rows = trace_of(recorder).rank(0).rows
-    moves = rows[(rows["kind"] == Kind.ALLOC) & (rows["category"] == Category.OTHER)]
+    moves = rows[(rows["kind"] == Kind.ALLOC) & (rows["category"] == Category.SNAPSHOTS)]
     assert list(zip(moves["step"].tolist(), moves["num_bytes"].tolist(), strict=True)) == [(-1, 100), (2, 30)]
     assert steps.optimizer_steps == 3
 
@@ -116,12 +116,12 @@ def test_closing_within_a_step_that_is_left_out_records_what_follows(loop):
     recorder, steps, optimizer = loop(2)
     work(recorder, optimizer)
     recorder.phase(Phase.FORWARD)
-    recorder.memory(Category.OTHER, -1, 7)
+    recorder.memory(Category.SNAPSHOTS, -1, 7)
     assert not recorder.is_recording
     steps.close()
     steps.close()
     assert recorder.is_recording
-    assert recorder.drain().key_frame.bytes_by_category[Category.OTHER] == 7
+    assert recorder.drain().key_frame.bytes_by_category[Category.SNAPSHOTS] == 7
     assert recorder.drain().key_frame.unit_states.get(0, UnitState.SHARDED) == UnitState.SHARDED
 
 

@@ -13,7 +13,7 @@ def policy(options, gib, milliseconds, **more):
         line=f"workbench plan {options} a<b.py",
         num_ranks=8,
         peak_bytes=gib * GIB,
-        peak_bytes_by_category={Category.ACTIVATIONS: gib * GIB, Category.OTHER: 0},
+        peak_bytes_by_category={Category.ACTIVATIONS: gib * GIB, Category.SNAPSHOTS: 0},
         step_ns=milliseconds * 10**6,
         **more,
     )

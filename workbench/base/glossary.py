@@ -92,12 +92,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         "sharded grads": "this rank's part of the averaged gradients",
         "optimizer state": "what the optimizer keeps for each parameter of the shard; for Adam, two numbers",
         "activations": "what forward keeps for backward, and of checkpoints their inputs; a storage counts once",
-        "other": "bytes in none of the other classes",
+        "snapshots": "copies of the training state in the host's memory, from which a lost rank is healed",
         "reserved": "bytes that are kept for reuse, and not in use",
         "resident": "memory of the whole process in RAM, as the operating system counts it",
     },
     "The timeline": {
         "compute": "the row with forward, backward and the optimizer",
+        "other": "the row of all collectives besides all-gathers and reduce-scatters",
         "copies": "on a GPU: the row of copies beside compute",
         "arrow": "leads from a collective to the wait for it",
         "loss": (

@@ -30,7 +30,7 @@ from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
 from workbench.errors import ClusterError
-from workbench.events import UNIT_INDICES, Edge, Kind, Phase, Unit
+from workbench.events import UNIT_INDICES, Category, Edge, Kind, Phase, Unit
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
 from workbench.models.own import log_metric
@@ -146,6 +146,7 @@ class RankRuntime:
         replay: what it goes on from when it has repeated what was done before; None: it does not repeat anything.
         entry: number of entries of the program that were done before its current command.
         snapshot_at: number of entries of the program at which the newest snapshot is of the state now.
+        snapshot_bytes: bytes of snapshots that are recorded.
         replicas: ranks that hold the same parameters and optimizer state, this one included; empty: there are none.
         private: writes what they do not hold; None: no file was named.
     """
@@ -169,6 +170,7 @@ class RankRuntime:
     replay: ReplayedSteps | None = None
     entry: int = 0
     snapshot_at: int = -1
+    snapshot_bytes: int = 0
     replicas: tuple[int, ...] = ()
     private: PrivateStates | None = None
 
@@ -187,6 +189,7 @@ class RankRuntime:
                     saved = saver.end()
                     if command.snapshot:
                         SNAPSHOTS.finish()
+                        self.account_snapshots()
                 kept = SNAPSHOTS.num_bytes if command.snapshot else 0
                 return replace(reply, never_cleared=self.history.never_cleared(), saved=saved, snapshot_bytes=kept)
             if isinstance(command, Run):
@@ -198,6 +201,7 @@ class RankRuntime:
             with self.gate.passing(), self.gate.interrupts.guarded(), self.watch.paused():
                 result = DOES[type(command)](command, self)
                 self.account_optimizers()
+                self.account_snapshots()
                 self.note_models()
                 self.write_private()
                 return result
@@ -214,6 +218,7 @@ class RankRuntime:
             self.snapshot_at = self.entry + 1 if done == command.count else -1
         elif command.snapshot:
             SNAPSHOTS.finish()
+        self.account_snapshots()
         self.write_private(SnapshotMark(entry=self.entry, count=done))
 
     def write_private(self, mark: SnapshotMark = _OUTSIDE) -> None:
@@ -280,6 +285,12 @@ class RankRuntime:
         for value in variables().values():
             if isinstance(value, torch.optim.Optimizer):
                 self.trainer.account(value, changed=True)
+
+    def account_snapshots(self) -> None:
+        """Record the bytes of snapshots where they have changed."""
+        before, self.snapshot_bytes = self.snapshot_bytes, SNAPSHOTS.num_bytes
+        if self.snapshot_bytes != before:
+            self.recorder.memory(Category.SNAPSHOTS, -1, self.snapshot_bytes - before)
 
     def plan(self, command: Shard | Reshard) -> tuple[Unit, ...]:
         """Return the units that ``command`` would make, without any change.
@@ -651,6 +662,7 @@ def end_replay() -> dict[str, list[str]]:
         runtime.trainer.optimizer_steps = runtime.replay.optimizer_steps
         runtime.replay = None
     SNAPSHOTS.replica = None
+    runtime.account_snapshots()
     runtime.note_models()
     found = process_reset.give_back()
     runtime.write_private()

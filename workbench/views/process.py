@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from workbench.base.text_formats import byte_unit, format_bytes
-from workbench.events import Category
+from workbench.events import Colour
 from workbench.replay.process import ProcessSeries, series
 from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace
@@ -28,7 +28,7 @@ OWNED = "the engine's"
 
 _LOOKS = {
     BASELINE: (theme.GRID, "."),
-    NOT_OWNED: (theme.CATEGORY_COLOURS[Category.OTHER], "\\"),
+    NOT_OWNED: (theme.COLOURS[Colour.PLAIN], "\\"),
     OWNED: (theme.INK, ""),
 }
 

@@ -57,6 +57,7 @@ COLOURS: dict[Colour, str] = {
     Colour.SHARDED_GRADS: "#dbafc7",
     Colour.OPTIMIZER_STATE: "#5740a6",
     Colour.ACTIVATIONS: "#968b35",
+    Colour.SNAPSHOTS: "#3f7d4e",
     Colour.RESERVED: "#b8b8a4",
     Colour.FORWARD: "#69b0ee",
     Colour.BACKWARD: "#4860a8",

@@ -74,7 +74,7 @@ export const CATEGORIES = /** @type {const} */ ([
   {"words": "sharded grads", "colour": "#dbafc7"},
   {"words": "optimizer state", "colour": "#5740a6"},
   {"words": "activations", "colour": "#968b35"},
-  {"words": "other", "colour": "#8a8c83"},
+  {"words": "snapshots", "colour": "#3f7d4e"},
   {"words": "reserved", "colour": "#b8b8a4"},
 ]);
 export const CATEGORY = /** @type {const} */ ({
@@ -86,7 +86,7 @@ export const CATEGORY = /** @type {const} */ ({
   SHARDED_GRADS: 5,
   OPTIMIZER_STATE: 6,
   ACTIVATIONS: 7,
-  OTHER: 8,
+  SNAPSHOTS: 8,
   RESERVED: 9,
 });
 
@@ -138,7 +138,7 @@ export const MEANINGS = {
   "sharded grads": "this rank's part of the averaged gradients",
   "optimizer state": "what the optimizer keeps for each parameter of the shard; for Adam, two numbers",
   "activations": "what forward keeps for backward, and of checkpoints their inputs; a storage counts once",
-  "other": "bytes in none of the other classes",
+  "snapshots": "copies of the training state in the host's memory, from which a lost rank is healed",
   "reserved": "bytes that are kept for reuse, and not in use",
   "sharded": "each rank holds its shard only",
   "all-gather in flight": "an all-gather is under way, and fills its output",
