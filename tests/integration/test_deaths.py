@@ -85,7 +85,8 @@ def test_with_all_ranks_dead_views_work_and_a_start_replaces_them(num_ranks, who
 def test_while_a_rank_lives_a_start_names_the_dead_and_the_remedy():
     with Workbench(2, device="cpu") as bench:
         os.kill(bench.status().ranks[1].pid, signal.SIGKILL)
-        wait_until(lambda: 1 in bench.losses)
+        wait_until(lambda: bench.losses and bench.output().lines)
+        assert [line.text for line in bench.output().lines] == [f"rank 1 died: the process {KILLED}"]
         with pytest.raises(UsageError, match=r"rank 1 died: the process was killed by SIGKILL .*: %fsdp stop first"):
             bench.start()
         bench.stop()

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -72,6 +72,9 @@ class Cluster:
             the ranks only.
         start_timeout_s: time in seconds :meth:`start` may take; on this machine, without progress.
 
+    Attributes:
+        on_loss: called in another thread with a rank that is lost, and how it was, in words.
+
     A cluster that is still running when Python exits is stopped then; if Python is killed, the reaper ends it.
 
     Raises:
@@ -98,6 +101,7 @@ class Cluster:
             check_launcher(engines)
         self.num_ranks = num_ranks
         self.device = device
+        self.on_loss: Callable[[int, str], object] = lambda rank, how: None
         self._profile = profile
         self._launcher = engines
         self._interface = interface
@@ -571,10 +575,12 @@ class Cluster:
                 self._on_gone(engine)
         channels.ask_for_silent(rank, _SILENT_S, partial(self._watch_hosts, channels, rank, known.union(silent)))
 
-    @staticmethod
-    def _lose(channels: Channels, rank: int, how: str, log: str) -> None:
+    def _lose(self, channels: Channels, rank: int, how: str, log: str) -> None:
+        is_new = rank not in channels.losses
         channels.losses.setdefault(rank, how)
         channels.lose(rank, RankDied(f"rank {rank} {how}{log}", ranks=(rank,)))
+        if is_new:
+            self.on_loss(rank, how)
 
     # ------------------------------------------------------------------ state
 

@@ -188,6 +188,7 @@ class Session:
         self._entries: list[Entry] = []
         self._repeats = False  # what was done before
         self.output = OutputLog(cluster.num_ranks)
+        cluster.on_loss = lambda rank, how: self.output.note(f"rank {rank} {how}", is_error=True)
 
     # ---- queries
 
