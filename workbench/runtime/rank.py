@@ -48,6 +48,7 @@ from workbench.protocol.commands import (
     from_dict,
 )
 from workbench.protocol.rank_messages import (
+    CellLine,
     Drain,
     DrainReply,
     EventInfo,
@@ -94,7 +95,7 @@ from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.snapshots import SNAPSHOTS, flat_bytes, plain_variables
-from workbench.runtime.stacks import stacks, user_line
+from workbench.runtime.stacks import raised_line, stacks, user_line
 from workbench.runtime.trainer import Trainer
 from workbench.runtime.training_history import TrainingHistory
 from workbench.runtime.training_state import TrainingObjects, capture
@@ -138,6 +139,7 @@ class RankRuntime:
         history: notes what the rules of ``lint`` need of the training so far.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
+        raised_at: line in which the newest command or cell raised; None: it did not, or in no cell or script.
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
         faulty_steps: the steps taken while faults were on that have been removed.
@@ -162,6 +164,7 @@ class RankRuntime:
     history: TrainingHistory
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
+    raised_at: CellLine | None = None
     commands: int = 0
     fault: ActiveFault | None = None
     faulty_steps: set[int] = field(default_factory=set)
@@ -176,7 +179,7 @@ class RankRuntime:
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
-        self.doing = command.word
+        self.doing, self.raised_at = command.word, None
         self.commands += 1
         if not isinstance(command, Step) or not command.snapshot:
             self.snapshot_at = -1
@@ -350,7 +353,7 @@ class RankRuntime:
             case Stacks():
                 answer = stacks()
             case LocateLine():
-                answer = user_line()
+                answer = user_line() or self.raised_at
             case ListNames():
                 answer = Names(
                     modules=tuple(module_names()),
@@ -459,7 +462,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     hooks = trainer.install()
     gate = Gate(recorder, request.rank, FlushBeforeHold(backend))
     gate.install()
-    tracebacks.install()
+    tracebacks.install(_note_line)
     error_notes.install(recorder)
     text_bars.install()
     no_keyboard.install()
@@ -483,8 +486,15 @@ def _look_after_cells() -> None:
         events.register("post_run_cell", _after_cell)
 
 
+def _note_line(error: BaseException) -> None:
+    """Keep the line of an error: its frames are dropped before its reply arrives, while others may still wait."""
+    if _runtime is not None:
+        _runtime.raised_at = raised_line(error)
+
+
 def _before_cell(_: object) -> None:
     if _runtime is not None:
+        _runtime.raised_at = None
         no_keyboard.install()
         _runtime.gate.watch_gradients()
         _runtime.membership.begin_cell()

@@ -7,8 +7,9 @@ import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from traceback import walk_tb
 from types import FrameType
 
 from workbench.protocol.rank_messages import CellLine, Frame, Thread
@@ -140,9 +141,9 @@ def _line(frame: FrameType) -> str:
     return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")
 
 
-def _recorded(frame: FrameType) -> str:
+def _recorded(frame: FrameType, line: int) -> str:
     """Return a call as recordings have it: with its whole path, which tells libraries, and the loops around it."""
-    code, line = frame.f_code, frame.f_lineno
+    code = frame.f_code
     path = "cell" if is_of_a_cell(frame) else code.co_filename
     source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
     return f"{path}:{line} in {code.co_name}{loop_words(code.co_filename, line)}: {source}".rstrip(": ")
@@ -153,16 +154,35 @@ def user_line() -> CellLine | None:
 
     None: no code of either runs. Called from another thread.
     """
-    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    return _line_in([(frame, frame.f_lineno) for frame in _outwards(innermost)][::-1])
+
+
+def raised_line(error: BaseException) -> CellLine | None:
+    """Return the line of a cell or script in which an error was raised, as :func:`user_line`; else that of its cause.
+
+    An error raised elsewhere, such as that of an abort, has the line of its cause. None: neither has one.
+    """
+    one: BaseException | None = error
+    seen: set[int] = set()  # the chain may be cyclic
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        found = _line_in(list(walk_tb(one.__traceback__)))
+        if found is not None:
+            return found
+        one = one.__cause__
+    return None
+
+
+def _line_in(calls: Sequence[tuple[FrameType, int]]) -> CellLine | None:
+    """Return the innermost line of a cell or script among calls, each a frame and its line, the outermost first."""
     cells = user_namespace()
-    while frame is not None and not (frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame))):
-        frame = frame.f_back
-    if frame is None:
+    of_user = [frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame)) for frame, _ in calls]
+    if not any(of_user):
         return None
-    code, line = frame.f_code, frame.f_lineno
+    frame, line = next(call for call, is_user in zip(reversed(calls), reversed(of_user), strict=True) if is_user)
+    code = frame.f_code
     text = linecache.getline(code.co_filename, line).strip()
     script = Path(code.co_filename).name if _is_of_the_script(frame) else ""
-    calls = users_frames(innermost)[::-1]
-    first = next((at for at, each in enumerate(calls) if is_of_a_cell(each) or _is_of_the_script(each)), 0)
-    frames = tuple(map(_recorded, calls[first:]))
+    frames = tuple(_recorded(*call) for call in calls[of_user.index(True) :] if not is_of_a_library(call[0]))
     return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames)

@@ -34,8 +34,8 @@ _formatted = warnings.formatwarning
 """Python's own."""
 
 
-def fold(render: Render) -> Render:
-    """Return a ``render`` that shows only the user's frames.
+def fold(render: Render, on_error: Callable[[BaseException], object] = lambda _: None) -> Render:
+    """Return a ``render`` that shows only the user's frames, and first calls ``on_error`` with the exception.
 
     Of an exception without any, only the last frame is shown, and all frames if those that led to it have none either.
     """
@@ -50,6 +50,7 @@ def fold(render: Render) -> Render:
     ) -> list[str]:
         if isinstance(etb, tuple):  # IPython's plain mode asks so for a chained exception, which is cut already
             return render(etype, evalue, etb, tb_offset, *rest, **more)
+        on_error(evalue)
         explain(evalue)
         etype, evalue = type(cut := _short(evalue)), cut
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
@@ -90,13 +91,17 @@ def _short(error: BaseException, known: dict[int, BaseException] | None = None) 
     return stand_in.with_traceback(error.__traceback__)
 
 
-def install() -> None:
-    """Have IPython, if this process runs it, fold its tracebacks and name cells in warnings from now on."""
+def install(on_error: Callable[[BaseException], object] = lambda _: None) -> None:
+    """Have IPython, if this process runs it, fold its tracebacks and name cells in warnings from now on.
+
+    Args:
+        on_error: called with each exception before it is rendered; its frames are dropped soon after.
+    """
     get_ipython = user_namespace().get("get_ipython")
     if get_ipython is not None:
         formatter = get_ipython().InteractiveTB
         # use the class's method: the process may have been a rank before
-        formatter.structured_traceback = fold(partial(type(formatter).structured_traceback, formatter))
+        formatter.structured_traceback = fold(partial(type(formatter).structured_traceback, formatter), on_error)
         warnings.formatwarning = format_warning
 
 

@@ -807,18 +807,21 @@ class Session:
         """
         if request is None or request.state != "running" or request.dead:
             raised = self._raised if request is None else _raised_on(request.pending)
+            frames = {rank: line.frames for rank, line in lines.items() if line is not None}
             where = [
-                RunPosition(rank=rank, state=RunState.RUNS, frames=line.frames)
-                for rank, line in lines.items()
-                if line is not None and rank not in {each.rank for each in raised}
+                RunPosition(rank=rank, state=RunState.RUNS, frames=own)
+                for rank, own in frames.items()
+                if rank not in {each.rank for each in raised}
             ]
-            return parted(self._since(self._rows_before), [*raised, *where, *self._signalled()])
+            # a rank's own answer has the calls that led to the line too
+            failed = [dataclasses.replace(each, frames=frames.get(each.rank, each.frames)) for each in raised]
+            return parted(self._since(self._rows_before), [*failed, *where, *self._signalled()])
         since = request.mark.num_rows
         newest = {part.rank: max(part.end_seq - _NEWEST, since.get(part.rank, 0)) for part in self.trace.ranks}
         quiet = _quiet(positions)
         ended = {rank: _raised(request.pending, rank) for rank in {*request.pending.ranks} - {*request.watch.running}}
-        frames = {rank: line.frames for rank, line in lines.items() if line is not None and rank not in ended}
-        frames |= {rank: _raised_at(request.pending, rank) for rank in ended}
+        frames = {rank: _raised_at(request.pending, rank) for rank in ended}
+        frames |= {rank: line.frames for rank, line in lines.items() if line is not None}
         found = live_positions(self._since(newest), quiet, ended, since, frames)
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
         return decide(self._since(self._rows_before if decide is parted else since), found)
