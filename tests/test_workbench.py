@@ -735,6 +735,18 @@ def test_a_cause_beside_a_dead_rank_has_the_lines_of_those_that_wait(trained, mo
     assert {each.rank: each.frames for each in asked[0] if each.frames} == {2: frames}
 
 
+def test_the_line_of_a_rank_that_raised_has_the_calls_that_led_to_it(trained, monkeypatch):
+    asked, frames = [], ("train.py:7 in main: load()", "train.py:3 in load: x[1]")
+    monkeypatch.setattr(session, "parted", lambda trace, positions: asked.append(positions))
+    trained.fake.lines[2] = CellLine(line=3, function="load", text="x[1]", frames=frames, ago_ns=5)
+    trained.fake.script["step"] = [blocks, blocks, raises("KeyError", "1"), blocks]
+    with pytest.raises(RankError):
+        trained.step()
+    trained.where()
+    (found,) = (each for each in asked[-1] if each.frames == frames)
+    assert (found.rank, found.reason) == (2, "KeyError: 1")
+
+
 def test_a_rank_that_just_died_is_not_reported_as_running(trained, monkeypatch):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_DEATH_S", 0.3)
     trained.fake.script["step"] = computes

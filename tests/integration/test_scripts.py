@@ -13,6 +13,7 @@ from tests.helpers.scripts import TRAIN, written
 from tests.helpers.waiting import PATIENCE_S
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
+from workbench.protocol.rank_messages import LocateLine
 from workbench.reports.pause_results import StopReport
 
 pytestmark = pytest.mark.cluster
@@ -156,6 +157,20 @@ def test_a_script_that_fails_is_named_with_rank_and_line(run, source, message):
         run(BEGIN + source)
     assert message in str(caught.value)
     assert str(caught.value).endswith("correct train.py and run it again")
+
+
+def test_its_line_is_kept_until_the_next_cell(wb, run):
+    with pytest.raises(RankError):
+        run("def load():\n    raise KeyError('lang')\nload()\n")
+    lines = wb._session.ask(LocateLine())
+    assert {(each.line, each.function, each.text, each.ago_ns > 0) for each in lines.values()} == {
+        (2, "load", "raise KeyError('lang')", True)
+    }
+    wb.run_cell("pass")
+    assert wb._session.ask(LocateLine()) == {0: None, 1: None}
+    with pytest.raises(RankError):
+        wb.run_cell("1 / 0")
+    assert {each.text for each in wb._session.ask(LocateLine()).values()} == {"1 / 0"}
 
 
 def test_a_syntax_error_is_one_sentence(run):

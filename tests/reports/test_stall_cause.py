@@ -272,6 +272,13 @@ def test_a_collective_is_not_stuck_as_soon_as_its_last_rank_has_come():
         assert (found and found.rule) == rule
 
 
+def test_of_live_ranks_that_raised_the_first_one_is_the_cause():
+    trace = recording(alive(0, FORWARD), alive(1, FORWARD)).trace
+    raised = live_positions(trace, {}, {0: "OSError: index", 1: "KeyError: 'lang'"}, {0: 0, 1: 0}, {})
+    found = stall_cause(trace, [replace(each, ago_ns=ago_ns) for each, ago_ns in zip(raised, (1, 2), strict=True)])
+    assert found.verdict == "rank 1 failed first: KeyError: 'lang'; rank 0 failed: OSError: index"
+
+
 def test_the_cause_is_the_headline_and_stands_below_the_headline_and_is_escaped():
     found = report(alive(0, gather(1)), alive(1, FORWARD, **quiet("<b>")))
     headline, evidence, fix, *_ = str(found).splitlines()

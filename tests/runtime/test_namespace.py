@@ -116,3 +116,24 @@ def test_the_line_of_the_main_thread_is_that_of_the_innermost_code_of_a_cell(mon
     assert replace(there, frames=()) == CellLine(line=2, function="f", text="return ask()", script="train.py")
     exec("command = ask()", cell)  # as ipyparallel runs a command: in the namespace of cells, but in no cell
     assert cell["command"] is None
+
+
+FAILS = """def f():
+    raise ValueError
+f()
+"""
+
+
+def test_the_line_of_an_error_is_that_of_its_cause_if_it_was_raised_elsewhere(monkeypatch):
+    cell, file = {}, "/tmp/ipykernel_1/2.py"
+    monkeypatch.setattr(stacks, "user_namespace", lambda: cell)
+    monkeypatch.setitem(linecache.cache, file, (len(FAILS), None, FAILS.splitlines(keepends=True), file))
+    with pytest.raises(ValueError, match=r"^$") as raised:
+        exec(compile(FAILS, file, "exec"), cell)
+    found = stacks.raised_line(raised.value)
+    assert replace(found, frames=()) == CellLine(line=2, function="f", text="raise ValueError")
+    assert found.frames == ("cell:3 in <module>: f()", "cell:2 in f: raise ValueError")
+    abort = RuntimeError()
+    assert stacks.raised_line(abort) is None
+    abort.__cause__, raised.value.__cause__ = raised.value, abort
+    assert stacks.raised_line(abort) == found

@@ -192,6 +192,7 @@ class CellLine:
         text: text of the line.
         script: name of the script's file; empty: a cell.
         frames: the calls of the user's code, the innermost last, as :mod:`workbench.trace.frames` has them.
+        ago_ns: time since it has raised, which ended what the rank ran; 0: it runs.
     """
 
     line: int
@@ -199,11 +200,12 @@ class CellLine:
     text: str
     script: str = ""
     frames: tuple[str, ...] = ()
+    ago_ns: int = 0
 
 
 @request("line", looks=True)
 class LocateLine(RankRequest[CellLine | None]):
-    """Asks for the line of a cell or script that the main thread runs; None: neither runs."""
+    """Asks for the line of a cell or script that the main thread runs, or that has ended by an error; None: neither."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,7 +78,7 @@ def ends_words(positions: Sequence[RunPosition]) -> str:
 
 def _gone(positions: Sequence[RunPosition]) -> list[RunPosition]:
     found = [each for each in positions if each.state in (RunState.FAILED, RunState.LOST)]
-    return sorted(found, key=lambda each: (each.ended_ns or 0, each.rank))
+    return sorted(found, key=lambda each: (each.ended_ns or 0, -each.ago_ns, each.rank))
 
 
 def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
@@ -93,9 +93,9 @@ def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
         gone = [each for each in gone if each not in later]
     own = [each for each in gone if each.ending in (Ending.ERROR, Ending.ABORTED)]
     killed = [each for each in gone if each.ending in (None, Ending.OUTSIDE)]
-    if own and all(each.ended_ns is None for each in gone):  # of a request: the times of its ends are unknown
+    if own and all(each.ended_ns is None for each in gone):  # of a request
         named = {int(found[1]) for each in gone if (found := _ABORTED_FOR.match(each.reason))}
-        return [each for each in own if each.rank in named] or own
+        return [each for each in own if each.rank in named] or own[: 1 if all(each.ago_ns for each in own) else None]
     if own and (not killed or (own[0].ended_ns or 0) <= (killed[0].ended_ns or 0) + TOGETHER_NS):
         alike = [each for each in own if short_reason(each.reason) == short_reason(own[0].reason)]
         return [each for each in alike if len(alike) == len(gone) or _is_together(each, own[0])]

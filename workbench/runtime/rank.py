@@ -139,7 +139,8 @@ class RankRuntime:
         history: notes what the rules of ``lint`` need of the training so far.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
-        raised_at: line in which the newest command or cell raised; None: it did not, or in no cell or script.
+        raised: line in which the newest command or cell raised, and when on this rank's clock, in nanoseconds; None: it
+            did not, or in no cell or script.
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
         faulty_steps: the steps taken while faults were on that have been removed.
@@ -164,7 +165,7 @@ class RankRuntime:
     history: TrainingHistory
     hooks: Sequence[RemovableHandle] = ()
     doing: str = ""
-    raised_at: CellLine | None = None
+    raised: tuple[CellLine, int] | None = None
     commands: int = 0
     fault: ActiveFault | None = None
     faulty_steps: set[int] = field(default_factory=set)
@@ -179,7 +180,7 @@ class RankRuntime:
 
     def execute(self, command: Command) -> object:
         """Run one command in the calling thread, and return its reply."""
-        self.doing, self.raised_at = command.word, None
+        self.doing, self.raised = command.word, None
         self.commands += 1
         if not isinstance(command, Step) or not command.snapshot:
             self.snapshot_at = -1
@@ -338,6 +339,14 @@ class RankRuntime:
             position=self.position(),
         )
 
+    def _raised_line(self) -> CellLine | None:
+        """Return the line in which the newest command or cell raised; thread-safe."""
+        raised = self.raised
+        if raised is None:
+            return None
+        line, at_ns = raised
+        return replace(line, ago_ns=time.monotonic_ns() - at_ns)
+
     def answer(self, request: RankRequest[Any]) -> object:
         """Handle a request of the control thread: read state, set a flag, or queue a job.
 
@@ -353,7 +362,7 @@ class RankRuntime:
             case Stacks():
                 answer = stacks()
             case LocateLine():
-                answer = user_line() or self.raised_at
+                answer = user_line() or self._raised_line()
             case ListNames():
                 answer = Names(
                     modules=tuple(module_names()),
@@ -488,13 +497,14 @@ def _look_after_cells() -> None:
 
 def _note_line(error: BaseException) -> None:
     """Keep the line of an error: its frames are dropped before its reply arrives, while others may still wait."""
-    if _runtime is not None:
-        _runtime.raised_at = raised_line(error)
+    line = raised_line(error)
+    if _runtime is not None and line is not None:
+        _runtime.raised = line, time.monotonic_ns()
 
 
 def _before_cell(_: object) -> None:
     if _runtime is not None:
-        _runtime.raised_at = None
+        _runtime.raised = None
         no_keyboard.install()
         _runtime.gate.watch_gradients()
         _runtime.membership.begin_cell()

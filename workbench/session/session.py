@@ -822,7 +822,11 @@ class Session:
         ended = {rank: _raised(request.pending, rank) for rank in {*request.pending.ranks} - {*request.watch.running}}
         frames = {rank: _raised_at(request.pending, rank) for rank in ended}
         frames |= {rank: line.frames for rank, line in lines.items() if line is not None}
-        found = live_positions(self._since(newest), quiet, ended, since, frames)
+        ago_ns = {rank: line.ago_ns for rank, line in lines.items() if line is not None}
+        found = [
+            dataclasses.replace(each, ago_ns=ago_ns.get(each.rank, 0)) if each.is_over else each
+            for each in live_positions(self._since(newest), quiet, ended, since, frames)
+        ]
         decide = stall_cause if any(position.state is RunState.WAITS for position in found) else parted
         return decide(self._since(self._rows_before if decide is parted else since), found)
 
