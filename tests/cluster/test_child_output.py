@@ -7,6 +7,7 @@ import pytest
 
 from tests.cluster.conftest import texts
 from tests.helpers.waiting import PATIENCE_S, wait_until
+from workbench.errors import RankDied
 
 pytestmark = pytest.mark.cluster
 
@@ -83,6 +84,16 @@ def test_output_of_other_programs_appears_in_their_cell(make_cluster):
     assert pending.result(0, PATIENCE_S) is None
     assert sorted(texts(pending, 0).splitlines()) == ["captured", "program", "spawn"]
     assert texts(pending, 0, "stderr").splitlines() == ["error"]
+
+
+def test_what_c_code_writes_to_stderr_is_shown_and_in_the_log_if_the_rank_dies(make_cluster, monkeypatch):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # under pytest ipykernel leaves the standard files as they are
+    cluster = make_cluster(1)
+    cluster.start()
+    assert written(cluster, "import os; _ = os.write(2, b'from C\\n')", "stderr") == "from C\n"
+    pending = cluster.run_cell("os.write(2, b'last words\\n'); os.abort()")
+    with pytest.raises(RankDied, match=r"SIGABRT; the end of its log:\nfrom C\nlast words$"):
+        pending.result(0, PATIENCE_S)
 
 
 def test_output_of_a_child_during_a_command_is_shown(cluster):

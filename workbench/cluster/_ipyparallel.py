@@ -15,6 +15,7 @@ connects. :func:`check_version` and a test detect changes in them.
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import sys
 import threading
@@ -155,7 +156,7 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
-    standing["children"] = children = ChildOutput()
+    standing["children"] = children = ChildOutput(_log_of_engine())
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
@@ -166,6 +167,20 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     _repair_await(kernel)
     _end_when_alone()
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
+
+
+def _log_of_engine() -> int | None:
+    """Return the descriptor of this engine's log, for its stderr alone; None: its stderr is the log still.
+
+    ipykernel has put a pipe in the place of stdout and stderr each, except under pytest, and copies to the log what
+    comes out of it.
+    """
+    logs = [getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr)]
+    if logs[0] is not None and logs[1] is not None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, logs[0])  # else the log's reader would show it again
+        os.close(nowhere)
+    return logs[1]
 
 
 def _sendable(pack: Callable[[Any], bytes]) -> Callable[[Any], bytes]:

@@ -1,9 +1,12 @@
-"""Output of a rank's child processes, such as DataLoader workers, shown with the rank's own output.
+"""Output of a rank's child processes, such as DataLoader workers, and of its C code, shown with the rank's own output.
 
 A rank's stdout publishes through a thread. A forked process lacks that thread, so its output would be lost. It writes
 to a pipe instead, and the rank prints the pipe's text as its own. Programs started by multiprocessing or subprocess
 inherit the pipe too: it replaces the rank's standard files while the child starts, and no longer, because what the rank
 itself writes there when it dies belongs in its log.
+
+What C code of the rank writes to stderr goes into its log at once, for the same reason: ipykernel sends it through a
+pipe, whose rest is lost when the process dies. Here it is read from the log, and shown.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import _posixsubprocess
 import codecs
 import os
 import selectors
+import stat
 import subprocess
 import sys
 import threading
@@ -21,11 +25,19 @@ from typing import Any, TextIO
 
 _PIECE_BYTES = 1 << 16
 
+_POLL_S = 0.5
+"""How often the log is read while a cell runs, in seconds; nothing announces that it has grown."""
+
 
 class ChildOutput:
-    """Forwards the stdout and stderr of child processes, from its construction until this process ends."""
+    """Forwards the stdout and stderr of child processes, from its construction until this process ends.
 
-    def __init__(self) -> None:
+    Args:
+        log: descriptor of this process's log, which then becomes its stderr; None: stderr stays.
+    """
+
+    def __init__(self, log: int | None = None) -> None:
+        self._log = None if log is None else _Log.of(log, sys.stderr)
         self._sources = [_OutputStream(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
         self._lock = threading.Lock()
         self._starts = threading.Lock()
@@ -37,14 +49,14 @@ class ChildOutput:
     def take(self) -> None:
         """Forward everything that children have written so far."""
         with self._lock:
-            for source in self._sources:
+            for source in (*self._sources, *([self._log] if self._log is not None else [])):
                 source.take()
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()
         for source in self._sources:
             selector.register(source.reads, selectors.EVENT_READ)
-        while selector.select():
+        while selector.select(None if self._log is None else _POLL_S) or self._log is not None:
             self.take()
 
     def _shown(self, start: Callable[..., int]) -> Callable[..., int]:
@@ -64,6 +76,37 @@ class ChildOutput:
             file = source.in_child()
             if getattr(sys, name) is source.stream:  # else the user's code has redirected it
                 setattr(sys, name, file)
+
+
+class _Log:
+    """What this process writes into its log from now on.
+
+    Args:
+        file: descriptor to read the log.
+        stream: stream of this process that receives the text.
+    """
+
+    def __init__(self, file: int, stream: TextIO) -> None:
+        self._file, self._stream = file, stream
+        os.lseek(file, 0, os.SEEK_END)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @classmethod
+    def of(cls, log: int, stream: TextIO) -> _Log | None:
+        """Make a log the stderr of this process; None: it is no file, or this system cannot read it."""
+        try:
+            file = os.open(f"/dev/fd/{log}", os.O_RDONLY)
+        except OSError:
+            return None
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            return None
+        os.dup2(log, 2)
+        return cls(file, stream)
+
+    def take(self) -> None:
+        while piece := os.read(self._file, _PIECE_BYTES):
+            self._stream.write(self._decoder.decode(piece))
 
 
 class _OutputStream:
