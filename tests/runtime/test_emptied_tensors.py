@@ -3,7 +3,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
+from tests.helpers.forked_ranks import on_one_rank
 from tests.helpers.linted_models import memory_of
 from workbench.runtime.emptied_tensors import EmptiedTensors, at, digest, held
 
@@ -68,6 +71,33 @@ def test_a_marked_tensor_can_be_swapped(emptied):
     layer, other = made(0.0), nn.Parameter(torch.ones(2, 3))
     torch.utils.swap_tensors(layer.weight, other)
     assert unwritten(emptied, layer) == ["scale"]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+@on_one_rank
+def test_whole_tensors_assigned_to_sharded_parameters_of_torch_are_refused_and_nothing_is_loaded(has_run):
+    found = EmptiedTensors().install()
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        whole = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        fully_shard(model)
+        if has_run:
+            model(torch.ones(3, 2)).sum().backward()
+        before = model.state_dict(keep_vars=True)
+        mixed = {**whole, "0.weight": nn.Parameter(model[0].weight.detach().clone())}
+        for state in (whole, mixed):
+            with pytest.raises(
+                TypeError, match=r"parameter '0.\w+' is sharded.*nothing was loaded.*full_state_dict=True"
+            ):
+                model.load_state_dict(state, assign=True)
+            after = model.state_dict(keep_vars=True)
+            assert all(after[name] is tensor for name, tensor in before.items())
+            model(torch.ones(3, 2)).sum().backward()
+            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({}, assign=True)
+    finally:
+        found.remove()
 
 
 def test_to_empty_is_put_back():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from workbench.engine import refusal_text
 from workbench.engine._torch import is_fake
 from workbench.engine.full_param import local_tensor
 
@@ -73,7 +75,7 @@ class EmptiedTensors:
 
         @functools.wraps(load)
         def loading(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-            with self._seeing_ties(module, "load_state_dict(assign=True)"):
+            with self._seeing_ties(module, "load_state_dict(assign=True)"), _undone_if_half(module, load):
                 return load(module, *args, **kwargs)
 
         nn.Module.to_empty = emptying  # type: ignore[method-assign,assignment]
@@ -109,6 +111,39 @@ class EmptiedTensors:
         made = getattr(tensor, _MADE, None)
         is_same = made is not None and made == (tensor._version, digest(tensor))
         return is_same and _is_raw(local_tensor(tensor).detach(), is_vector=tensor.ndim < 2, of_param=_is_param(tensor))
+
+
+@contextmanager
+def _undone_if_half(module: nn.Module, load: Callable[..., object]) -> Iterator[None]:
+    """Put back what a module had if the body, a ``load_state_dict``, assigns whole tensors to sharded parameters.
+
+    torch's ``fully_shard`` raises then, when it meets the first of them, and can run no step after that.
+
+    Raises:
+        TypeError: it did; nothing is loaded.
+    """
+    names = {owner: name for name, owner in module.named_modules()}
+    before = [(owner, name, tensor) for owner in names for name, tensor in _own_tensors(owner)]
+    try:
+        yield
+    except AttributeError as error:
+        now = {(owner, name): tensor for owner in names for name, tensor in _own_tensors(owner)}
+        whole = [
+            f"{names[owner]}.{name}".lstrip(".")
+            for owner, name, tensor in before
+            if isinstance(tensor, DTensor) and not isinstance(now.get((owner, name)), DTensor)
+        ]
+        if not whole:
+            raise
+        for owner, name, tensor in before:
+            setattr(owner, name, tensor)
+        load(module, {}, strict=False)  # has torch look at its parameters again
+        raise TypeError(refusal_text.assigned_whole(whole[0])) from error
+
+
+def _own_tensors(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a module itself, by name."""
+    return [*owner.named_parameters("", False, False), *owner.named_buffers("", False, False)]
 
 
 def _tied(module: nn.Module) -> list[tuple[Place, ...]]:
