@@ -49,8 +49,10 @@ class ChildOutput:
     def take(self) -> None:
         """Forward everything that children have written so far."""
         with self._lock:
-            for source in (*self._sources, *([self._log] if self._log is not None else [])):
+            for source in self._sources:
                 source.take()
+            if self._log is not None:
+                self._log.take()
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()
