@@ -37,7 +37,8 @@ from workbench.live.messages import (
     UnitStates,
     Welcome,
 )
-from workbench.protocol.rank_messages import ModelPolicy, WrapClass
+from workbench.protocol.policy import ModelPolicy
+from workbench.protocol.rank_messages import WrapClass
 from workbench.reports.output_report import OutputLine
 from workbench.reports.results import PastCommand
 from workbench.session.snapshot import LastResult

@@ -19,8 +19,7 @@ from workbench.events import Category, Kind
 from workbench.models.ours import unit_of
 from workbench.models.sharded_model import in_order
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
-from workbench.protocol.policy import mesh_words
-from workbench.protocol.rank_messages import ModelPolicy
+from workbench.protocol.policy import ModelPolicy, mesh_words
 from workbench.replay.collectives import compare
 from workbench.replay.shards import at_rest
 from workbench.runtime import shard_planning, sharding

@@ -10,7 +10,8 @@ from workbench.cli.main import main
 from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Plan, Reshard, Shard, Step
-from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
+from workbench.protocol.policy import ModelPolicy
+from workbench.protocol.rank_messages import ModelInfo
 from workbench.script.planner import PlannedRank, plan_program, planned_shard
 from workbench.session.program import CompletedCell, CompletedCommand, Program
 

@@ -26,7 +26,7 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
-from workbench.protocol.rank_messages import ModelPolicy
+from workbench.protocol.policy import ModelPolicy
 from workbench.script.script_writer import MARK, write_script
 from workbench.session.program import CompletedCell, CompletedCommand, Omission, Program
 

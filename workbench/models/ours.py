@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import FSDPModule, classic
 from workbench.engine._torch import has_grad_hooks
-from workbench.engine.classic import FullyShardedDataParallel, ShardingStrategy
+from workbench.engine.classic import FullyShardedDataParallel
 from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_below
 from workbench.engine.event_source import SOURCE
@@ -25,7 +25,7 @@ from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import full_tensor, plain_copy
 from workbench.errors import UsageError
 from workbench.events import ENGINES, OWN_ENGINE, ParamTensors, Unit
-from workbench.models.plain_model import dtype_of, warnings_in_plain_words
+from workbench.models.plain_model import warnings_in_plain_words
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -38,8 +38,7 @@ from workbench.models.sharded_model import (
     take_calls_of_a_wrapper,
     take_setters,
 )
-from workbench.protocol.commands import Reshard, Shard
-from workbench.protocol.policy import CLASSIC, FULLY_SHARD, STRATEGIES, Api, PrecisionNames, Strategy
+from workbench.protocol.policy import CLASSIC, FULLY_SHARD, STRATEGIES, Api, Strategy
 
 
 class WorkbenchModel(ShardedModel):
@@ -261,23 +260,6 @@ def wrap(
             classic_undo.unwrap(top)
         raise
     return wrapper
-
-
-def options_of(command: Shard | Reshard) -> dict[str, Any]:
-    """Return the wrapper's arguments for a command; options at their default are left out."""
-    found: dict[str, Any] = {}
-    if command.strategy:
-        found["sharding_strategy"] = ShardingStrategy[STRATEGIES[command.strategy]]
-    if command.mp != type(command).mp:
-        dtypes = PrecisionNames.parse(command.mp)
-        found["mixed_precision"] = classic.MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce))
-    if command.offload is not type(command).offload:
-        found["cpu_offload"] = classic.CPUOffload(offload_params=bool(command.offload))
-    if command.prefetch is not type(command).prefetch:
-        found["forward_prefetch"] = bool(command.prefetch)
-    if command.orig_params is not type(command).orig_params:
-        found["use_orig_params"] = bool(command.orig_params)
-    return found
 
 
 def set_prefetch(model: nn.Module, ahead: int) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine.module_names import named_params
-from workbench.protocol.policy import DTYPES
+from workbench.protocol.commands import Reshard, Shard
+from workbench.protocol.policy import DTYPES, OFF, STRATEGIES, PrecisionNames
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,39 @@ def _copied(value: object) -> Any:  # noqa: ANN401 - a dict, or nothing
 def dtype_of(name: str) -> torch.dtype | None:
     """Return the dtype of the user notation ``name``; None if it is empty."""
     return getattr(torch, DTYPES[name]) if name else None
+
+
+_AFTER_FORWARD = {"auto": None, "true": True, "false": False}
+
+
+def fully_shard_options(command: Shard | Reshard, api: Any, *pins: bool) -> dict[str, Any]:  # noqa: ANN401 - a module
+    """Return the arguments of ``fully_shard`` that a command gives, precision and mesh left out.
+
+    Args:
+        command: the command.
+        api: the module whose ``fully_shard`` it is, the workbench's or torch's.
+        pins: whether pages of offloaded shards are pinned; the module's default without it.
+    """
+    found: dict[str, Any] = {}
+    after = command.reshard_after_forward
+    if after != type(command).reshard_after_forward:
+        found["reshard_after_forward"] = _AFTER_FORWARD[after] if isinstance(after, str) else after
+    if command.offload is not type(command).offload:
+        found["offload_policy"] = api.CPUOffloadPolicy(*pins) if command.offload else api.OffloadPolicy()
+    return found
+
+
+def wrapper_options(command: Shard, api: Any) -> dict[str, Any]:  # noqa: ANN401 - a module
+    """Return the arguments of ``FullyShardedDataParallel`` that a command gives, mesh left out; ``api`` as above."""
+    found: dict[str, Any] = {}
+    if command.strategy:
+        found["sharding_strategy"] = api.ShardingStrategy[STRATEGIES[command.strategy]]
+    if command.mp != OFF:
+        dtypes = PrecisionNames.parse(command.mp)
+        found["mixed_precision"] = api.MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce))
+    if command.offload:
+        found["cpu_offload"] = api.CPUOffload(offload_params=True)
+    return found | {"forward_prefetch": bool(command.prefetch), "use_orig_params": command.orig_params}
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from workbench.engine import probe
@@ -30,7 +31,7 @@ from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import ParamGroup, State, Tensors
 from workbench.models.c10d import Within, count, holds
 from workbench.models.patches import Patches, Watching
-from workbench.models.plain_model import PlainModel, dtype_of
+from workbench.models.plain_model import PlainModel, dtype_of, fully_shard_options
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -297,9 +298,6 @@ def _described(param: Any, paths: Mapping[nn.Module, str], num_shards: int, wide
     )
 
 
-_RESHARD: dict[str | int, bool | None] = {"auto": None, "true": True, "false": False}
-
-
 class FullyShardModel(WatchedModel[ParamGroup]):
     """A model that torch's ``fully_shard`` shards."""
 
@@ -434,18 +432,15 @@ class FullyShardModel(WatchedModel[ParamGroup]):
         dtypes = PrecisionNames.parse(command.mp)
         param, reduce, output = map(dtype_of, (dtypes.param, dtypes.reduce, dtypes.output))
         kept: Any = {} if plain.kept is None else {"param_dtype_override_fn": plain.kept}
-        after_forward = command.reshard_after_forward
+        # pages are pinned for an accelerator
+        options = fully_shard_options(command, fsdp, not backend_of(device).is_host)
         for module in (*plain.inner, model):
             fully_shard(
                 module,
                 mesh=plain.mesh,
-                reshard_after_forward=_RESHARD.get(after_forward, after_forward),  # type: ignore[arg-type]
                 mp_policy=MixedPrecisionPolicy(param, reduce, output if module is model else None, **kept),
-                # pages are pinned for an accelerator
-                offload_policy=CPUOffloadPolicy(pin_memory=not backend_of(device).is_host)
-                if command.offload
-                else OffloadPolicy(),
                 ignored_params=set(plain.ignored),
+                **options,
             )
         mapping = {before[name]: param for name, param in model.named_parameters()}
         for optimizer in optimizers:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from workbench.engine import probe
@@ -40,7 +41,7 @@ from workbench.models import _torch_private as _torch
 from workbench.models._torch_private import Handle, Tensors
 from workbench.models.c10d import Within, count, holds
 from workbench.models.patches import Patches, Watching
-from workbench.models.plain_model import PlainModel, dtype_of, warnings_in_plain_words
+from workbench.models.plain_model import PlainModel, warnings_in_plain_words, wrapper_options
 from workbench.models.sharded_model import (
     Casts,
     Largest,
@@ -52,7 +53,6 @@ from workbench.models.sharded_model import (
 )
 from workbench.models.source import TorchUnits, UnitPlace, WatchedModel, WatchedUnit
 from workbench.protocol.commands import Shard
-from workbench.protocol.policy import STRATEGIES, PrecisionNames
 
 FLAT = "_flat_param"
 """Last part of the name of a flat parameter."""
@@ -573,7 +573,6 @@ class WrapperModel(WatchedModel[Handle]):
                 "nothing would move here, or use --api fully_shard"
             )
         inner = frozenset(plain.inner)
-        dtypes = PrecisionNames.parse(command.mp)
         names: dict[torch.Tensor, str] = {param: name for name, param in named_params(plain.model)}
         states = [_by_name(optimizer, names) for optimizer in optimizers]
         with warnings_in_plain_words():
@@ -582,11 +581,7 @@ class WrapperModel(WatchedModel[Handle]):
                 auto_wrap_policy=CustomPolicy(lambda module: module in inner),
                 device_mesh=plain.mesh,
                 device_id=device,
-                sharding_strategy=ShardingStrategy[STRATEGIES[command.strategy or "full"]],
-                mixed_precision=MixedPrecision(dtype_of(dtypes.param), dtype_of(dtypes.reduce)),
-                cpu_offload=CPUOffload(offload_params=command.offload),
-                forward_prefetch=bool(command.prefetch),
-                use_orig_params=command.orig_params,
+                **wrapper_options(command, fsdp),
                 ignored_states=list(plain.ignored),
                 # ranks may draw different numbers, and copies would stay different
                 sync_module_states=any(param.is_meta for param in names),

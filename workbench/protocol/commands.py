@@ -51,6 +51,7 @@ from workbench.protocol.policy import (
     RESHARD_AFTER_FORWARD,
     STRATEGIES,
     WORKBENCH,
+    ModelPolicy,
     PrecisionNames,
     as_mesh,
     as_prefetch,
@@ -350,6 +351,13 @@ class _Sharding(Command):
         For ``hosts``, :meth:`on_hosts` resolves it first.
         """
         return as_mesh(self.mesh)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options of a policy that are not at their default."""
+        names = ModelPolicy.__dataclass_fields__
+        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name in names}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def on_hosts(self, ranks_per_host: Sequence[int]) -> Self:
         """Return the same with the mesh ``hosts`` in numbers: copies across hosts, shards within.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from workbench.events import Unit
 
@@ -340,6 +340,66 @@ def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
             f"strategy {strategy} takes no mesh of replicas, such as {'x'.join(map(str, mesh))}: give --strategy "
             "hybrid, or hybrid2, which keeps full parameters from forward to backward"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPolicy:
+    """How a model is sharded, in the words that ``reshard`` takes; for what only the other API has, what is like it.
+
+    Attributes:
+        api: what it is sharded with.
+        strategy: of the classic API; empty: its units differ, or it has nothing like what there is.
+        orig_params: whether optimizers have pieces of the parameters; else, with the classic API, flat ones.
+        wrap: classes whose modules are units, the model itself left out.
+        mesh: such as ``4``, or ``2x2`` for two copies; empty: its units differ.
+        reshard_after_forward: of ``fully_shard``: ``auto``, ``true``, ``false`` or a number; empty: its units differ.
+        mp: such as ``bf16,reduce=fp32``, or ``off``; empty: its units differ, or there are no words for it.
+        offload: whether shards stay in host memory; None: only those of some units.
+        prefetch: units gathered ahead, as a command asked; 0: the engine's own order.
+    """
+
+    api: Api
+    strategy: Strategy | Literal[""]
+    orig_params: bool
+    wrap: tuple[str, ...]
+    mesh: str
+    reshard_after_forward: str | int
+    mp: str
+    offload: bool | None
+    prefetch: int
+
+    def changed(self, model: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of the ``shard`` that gives a plain model this policy with what a ``reshard`` gives.
+
+        Args:
+            model: the variable of the model.
+            given: as :attr:`workbench.protocol.commands.Reshard.given`.
+
+        Raises:
+            ValueError: units differ in a field that is not given, or the other API has no equivalent.
+        """
+        found = {"model": model, **vars(self), **given}
+        if "mp" in given:
+            found["mp"] = str(PrecisionNames.parse(self.mp or OFF).changed(given["mp"]))
+        if found["api"] == CLASSIC:
+            if "mesh" in given and "strategy" not in given:
+                found["strategy"] = strategy_like(as_mesh(given["mesh"]), self.reshard_after_forward)
+            found["reshard_after_forward"] = given.get("reshard_after_forward", "auto")
+            if found["strategy"] not in {"", *HYBRID}:
+                found["mesh"] = given.get("mesh", ())
+        else:
+            found |= {"strategy": given.get("strategy", ""), "orig_params": given.get("orig_params", False)}
+        needed = ("strategy", *_OF_ALL) if found["api"] == CLASSIC else _OF_ALL
+        if missing := [f"--{name.replace('_', '-')}" for name in needed if found[name] in {"", None}]:
+            raise ValueError(
+                f"units of {model} differ, or {found['api']} has no equivalent; choose one value for all units: add "
+                f"{' and '.join(missing)}"
+            )
+        return found
+
+
+_OF_ALL = ("mesh", "reshard_after_forward", "mp", "offload")
+"""Fields of a policy in which units may differ."""
 
 
 def _wrong_mesh(value: object) -> str:

@@ -6,16 +6,15 @@ job. The user commands ``Pause``, ``Next`` and ``Continue`` are also requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from workbench.base.codec import decode_named
 from workbench.events import Edge, Kind, Phase, Unit
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Next, Pause, RankRequest, Reshard, Shard, request
 from workbench.protocol.inspect_reply import InspectReply
-from workbench.protocol.policy import CLASSIC, Api, Strategy, as_mesh
+from workbench.protocol.policy import ModelPolicy
 
 
 @dataclass(frozen=True, order=True)
@@ -241,58 +240,6 @@ class WrapClass:
     name: str
     count: int
     num_elements: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPolicy:
-    """How a model is sharded, in the words that ``reshard`` takes; for what only the other API has, what is like it.
-
-    Attributes:
-        api: what it is sharded with.
-        strategy: of the classic API; empty: its units differ, or it has nothing like what there is.
-        orig_params: whether optimizers have pieces of the parameters; else, with the classic API, flat ones.
-        wrap: classes whose modules are units, the model itself left out.
-        mesh: such as ``4``, or ``2x2`` for two copies; empty: its units differ.
-        reshard_after_forward: of ``fully_shard``: ``auto``, ``true``, ``false`` or a number; empty: its units differ.
-        mp: such as ``bf16,reduce=fp32``, or ``off``; empty: its units differ, or there are no words for it.
-        offload: whether shards stay in host memory; None: only those of some units.
-        prefetch: units gathered ahead, as a command asked; 0: the engine's own order.
-    """
-
-    api: Api
-    strategy: Strategy | Literal[""]
-    orig_params: bool
-    wrap: tuple[str, ...]
-    mesh: str
-    reshard_after_forward: str | int
-    mp: str
-    offload: bool | None
-    prefetch: int
-
-    def as_shard(self, model: str, ignore: Sequence[str] = ()) -> Shard:
-        """Return the ``shard`` that gives the plain model this policy; a mesh only if it has copies.
-
-        Args:
-            model: the variable of the model.
-            ignore: patterns of the parameters that were left unsharded.
-
-        Raises:
-            ValueError: its units differ in a field.
-        """
-        is_classic, mesh = self.api == CLASSIC, as_mesh(self.mesh) if self.mesh else ()
-        return Shard(
-            model=model,
-            api=self.api,
-            strategy=self.strategy if is_classic else "",
-            orig_params=is_classic and self.orig_params,
-            wrap=self.wrap,
-            mesh=mesh if len(mesh) > 1 else (),
-            reshard_after_forward="auto" if is_classic else self.reshard_after_forward,
-            mp=self.mp,
-            offload=bool(self.offload),
-            prefetch=self.prefetch,
-            ignore=tuple(ignore),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import fnmatch
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from workbench import engine
 from workbench.engine import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
+    classic,
     fully_shard,
     reshard_module,
     reshard_unit,
@@ -39,22 +39,21 @@ from workbench.errors import UsageError
 from workbench.models import ours
 from workbench.models.engines import OF_COMMANDS, WATCHED, class_name, is_wrapper
 from workbench.models.ours import api_of, check_one_api
-from workbench.models.plain_model import PlainModel, unchanged_on_error
+from workbench.models.plain_model import PlainModel, fully_shard_options, unchanged_on_error, wrapper_options
 from workbench.protocol.breakpoints import chosen_units
 from workbench.protocol.commands import Reshard, Shard, ShardReply, Unshard, UnshardReply
 from workbench.protocol.policy import (
     CLASSIC,
     DTYPES,
     HYBRID,
-    OFF,
     TORCH,
+    ModelPolicy,
     PrecisionNames,
     as_mesh,
     check_not_classic,
     mesh_words,
     strategy_like,
 )
-from workbench.protocol.rank_messages import ModelPolicy
 from workbench.runtime import lint
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.model_summary import (
@@ -68,8 +67,6 @@ from workbench.runtime.model_summary import (
 from workbench.runtime.namespace import exchange, find_module, lookup, module_names, optimizers_of, rebind
 
 T = TypeVar("T")
-
-_RESHARD = {"auto": None, "true": True, "false": False}
 
 _prefetch: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # set by a command; a new policy keeps it
 
@@ -115,7 +112,7 @@ def _shard(
     """
     if command.api == CLASSIC:
         return _shard_classic(command, mesh, model, inner, ignored)
-    policy = {"mesh": mesh, "ignored_params": ignored, **_policy(command)}
+    policy = {"mesh": mesh, "ignored_params": ignored, **fully_shard_options(command, engine)}
     kept = kept_dtypes(model, command.mp)
     policy["mp_policy"] = replace(changed_precision(MixedPrecisionPolicy(), command.mp), param_dtype_override_fn=kept)
     optimizers, before = optimizers_of(model), dict(model.named_parameters())
@@ -159,7 +156,7 @@ def _shard_classic(
     command: Shard, mesh: DeviceMesh, model: nn.Module, inner: Sequence[nn.Module], ignored: Sequence[nn.Parameter]
 ) -> tuple[nn.Module, int]:
     optimizers = optimizers_of(model)
-    options = ours.options_of(command) | {"ignored_states": ignored}
+    options = wrapper_options(command, classic) | {"ignored_states": ignored}
     if any(param.is_meta for param in model.parameters()):
         options["sync_module_states"] = True  # ranks may draw different numbers, and copies would stay different
     wrapper = ours.wrap(model, inner, mesh, optimizers, options)
@@ -225,7 +222,7 @@ def change_sharding(command: Reshard, rank: RankContext) -> ShardReply:
     if is_anew(command, model):
         return _shard_anew(command, rank, model, inner)
     names = {class_name(module) for module in inner}
-    policy = _policy(command)
+    policy = fully_shard_options(command, engine)
     if command.mesh:
         policy["mesh"] = rank.groups.mesh_of(command.mesh_shape)
     if names:
@@ -250,7 +247,7 @@ def _described_again(command: Reshard, model: nn.Module, only: FSDPState | None)
 
 def _changes_nothing(command: Reshard, model: nn.Module, inner: Sequence[nn.Module], only: FSDPState | None) -> bool:
     """Return whether all options of ``command`` have the given values already; arguments of :func:`chosen_again`."""
-    given = _given(command)
+    given = command.given
     now = policy_of(model) if only is None else policy_of(only.modules[0], [only])
     if now is None or (given.pop("wrap", ()) and set(inner) != set(units_now(model))):
         return False
@@ -261,15 +258,9 @@ def _changes_nothing(command: Reshard, model: nn.Module, inner: Sequence[nn.Modu
     return all(value == getattr(now, name) != "" for name, value in given.items())
 
 
-def _given(command: Reshard) -> dict[str, Any]:
-    """Return the options of ``command`` that are not at their default."""
-    values = {f.name: (getattr(command, f.name), f.default) for f in fields(command) if f.name != "model"}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
 def _reshard_unit(command: Reshard, only: FSDPState) -> ShardReply:
     """Give one unit another policy: no memory, no communication, the same parameters."""
-    policy = _policy(command)
+    policy = fully_shard_options(command, engine)
     if command.mp:
         policy["mp_policy"] = changed_precision(only.mp_policy, command.mp)
     reshard_unit(only.modules[0], **policy)
@@ -342,7 +333,7 @@ UNIT_FIELDS = ("reshard_after_forward", "mp", "offload")
 
 def _check_of_unit(command: Reshard, whole: str) -> None:
     """Raise UsageError unless a unit can have the options of ``command`` on its own."""
-    shared = [f"--{name.replace('_', '-')}" for name in _given(command) if name not in UNIT_FIELDS]
+    shared = [f"--{name.replace('_', '-')}" for name in command.given if name not in UNIT_FIELDS]
     if shared:
         own = ", ".join(f"--{name.replace('_', '-')}" for name in UNIT_FIELDS)
         raise UsageError(
@@ -435,7 +426,7 @@ def _check_mesh(wanted: Shard, model: nn.Module) -> None:
 def _make_groups(command: Shard, mesh: DeviceMesh) -> None:
     """Make the process groups that ``command`` needs; collective."""
     info = mesh_info(mesh)
-    after_forward = _policy(command).get("reshard_after_forward")
+    after_forward = fully_shard_options(command, engine).get("reshard_after_forward")
     if after_forward is not None:
         _get_post_forward_mesh_info(after_forward, info)
 
@@ -462,32 +453,10 @@ def anew(command: Reshard, model: nn.Module) -> Shard:
     Raises:
         UsageError: the other API has no equivalent of the current policy, or the units differ.
     """
-    policy, api = policy_of(model), command.api or api_of(model)
+    policy = policy_of(model)
     assert policy is not None
-    found: dict[str, Any] = {
-        "api": api,
-        "mp": str(PrecisionNames.parse(policy.mp or OFF).changed(command.mp)) if command.mp else policy.mp,
-        "offload": policy.offload if command.offload is None else command.offload,
-        "prefetch": policy.prefetch if command.prefetch is None else command.prefetch,
-        "mesh": command.mesh or (as_mesh(policy.mesh) if policy.mesh else ""),
-    }
-    after_forward: str | int = policy.reshard_after_forward
-    if api == CLASSIC:
-        like = strategy_like(command.mesh_shape, after_forward) if command.mesh else policy.strategy
-        found["strategy"] = command.strategy or like
-        if found["strategy"] not in {"", *HYBRID} and not command.mesh:
-            found["mesh"] = ()
-        found["orig_params"] = policy.orig_params if command.orig_params is None else command.orig_params
-        after_forward = "auto"
-    found["reshard_after_forward"] = command.reshard_after_forward or after_forward
-    unclear = [name.replace("_", "-") for name, value in found.items() if value is None or value == ""]
-    if unclear:
-        raise UsageError(
-            f"units of {command.model!r} differ, or {api} has no equivalent; choose one value for all units: "
-            f"--{' and --'.join(unclear)}"
-        )
     try:
-        return Shard(model=command.model, **found)
+        return Shard(**policy.changed(command.model, command.given | {"wrap": ()}))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -536,17 +505,6 @@ def _check_fits(command: Shard | Reshard, shard_size: int, world_size: int | Non
         command.check_fits(world_size or dist.get_world_size(), shard_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _policy(command: Shard | Reshard) -> dict[str, Any]:
-    """Return the engine's arguments for a command, without precision; options not given are left out."""
-    found: dict[str, Any] = {}
-    if command.reshard_after_forward != type(command).reshard_after_forward:
-        word = command.reshard_after_forward
-        found["reshard_after_forward"] = _RESHARD[word] if isinstance(word, str) else word
-    if command.offload is not type(command).offload:
-        found["offload_policy"] = CPUOffloadPolicy() if command.offload else OffloadPolicy()
-    return found
 
 
 def policy_of(model: nn.Module, only: Sequence[FSDPState] = ()) -> ModelPolicy | None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from workbench.base.codec import encode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Plan, Reshard, Shard, ShardReply, Step, StepReply, Unshard
 from workbench.protocol.planning import CALLED, PlannedRanks, PlannedRun, planned_ranks
-from workbench.protocol.policy import CLASSIC, WORKBENCH
-from workbench.protocol.rank_messages import ModelInfo, ModelPolicy
+from workbench.protocol.policy import WORKBENCH
+from workbench.protocol.rank_messages import ModelInfo
 from workbench.reports.plan_report import PlanReport, described
 from workbench.script.script_writer import write_script
 from workbench.session.outputs import OnOutput
@@ -151,33 +151,17 @@ def planned_shard(model: ModelInfo, change: Reshard, num_ranks: int, ignore: Seq
         UsageError: its copies do not fit the number of ranks, or its units differ and the change does not make them
             equal.
     """
-    given = {f.name: value for f in fields(change) if (value := getattr(change, f.name)) != f.default}
-    given["model"] = model.name
     try:
         if model.policy is None:
-            command = Shard(**{"wrap": model.suggested} | given)
+            command = Shard(model.name, **{"wrap": model.suggested} | change.given)
         else:
-            command = replace(_equal(model.policy, given).as_shard(model.name, ignore), **given)
+            command = Shard(ignore=tuple(ignore), **model.policy.changed(model.name, change.given))
+            if not change.mesh and len(command.mesh_shape) == 1:  # one copy, over all ranks
+                command = replace(command, mesh=())
         command.check_fits(num_ranks, 0 if command.mesh_shape else num_ranks)
     except ValueError as error:
         raise UsageError(f"{error} (the plan is for {num_ranks} ranks)") from error
     return command
-
-
-def _equal(policy: ModelPolicy, given: Mapping[str, Any]) -> ModelPolicy:
-    """Return a policy with the API, and whatever units differ in, as given.
-
-    Raises:
-        ValueError: units differ in what is not given.
-    """
-    is_classic = given.get("api", policy.api) == CLASSIC
-    names = ("strategy", "mesh", "mp") if is_classic else ("reshard_after_forward", "mesh", "mp")
-    differ = [name for name in names if getattr(policy, name) == ""]
-    differ += ["offload"] if policy.offload is None else []
-    if missing := [f"--{name.replace('_', '-')}" for name in differ if name not in given]:
-        raise ValueError(f"units of {given['model']} differ, and a plan makes them equal: add {' and '.join(missing)}")
-    taken = {name: given[name] for name in ("api", *differ) if name in given and name != "mesh"}
-    return replace(policy, **taken)
 
 
 def _sharded(command: Shard) -> ShardReply:

@@ -266,7 +266,7 @@ class ShardingCode:
         now, before = entry.policy, self._known.get(command.model)
         assert now is not None
         was = before.api if before is not None else CLASSIC
-        wanted = now.as_shard(command.model, before.ignore if before is not None else ())
+        wanted = Shard(ignore=before.ignore if before is not None else (), **now.changed(command.model, {}))
         reply: ShardReply = entry.reply
         return [*self._plain(command.model, was, has_optimizers=bool(reply.optimizers)), *self._shard(wanted, reply)]
 

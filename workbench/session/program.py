@@ -13,7 +13,7 @@ from typing import Any
 from workbench.base.devices import HOST
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import Command, Step
-from workbench.protocol.rank_messages import ModelPolicy
+from workbench.protocol.policy import ModelPolicy
 from workbench.replay.grouping import label
 
 NEVER_RAN = {"SyntaxError", "IndentationError", "TabError"}
