@@ -83,11 +83,13 @@ class ShardedModel(ABC):
         module_class: the class that ``fully_shard`` gives the modules that it is called on, which alone gather in
             forward; None if the engine has no such class.
         wrapper_class: the class of its wrappers around modules of the program; None if it has none.
+        not_planned: why no plan can run it; empty: a plan can.
     """
 
     engine: ClassVar[Engine]
     module_class: ClassVar[type | None] = None
     wrapper_class: ClassVar[type[nn.Module] | None] = None
+    not_planned: ClassVar[str] = ""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -278,6 +278,10 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     engine = ENGINES[TORCH_DDP]
     wrapper_class = DistributedDataParallel
     source_class = DataParallelUnits
+    not_planned = (
+        "DistributedDataParallel cannot be planned: its buckets are made in C++, from tensors with data; "
+        "fully_shard with reshard_after_forward=False is the nearest that can be"
+    )
 
     def __init__(self, model: nn.Module, source: DataParallelUnits) -> None:
         super().__init__(model, source)

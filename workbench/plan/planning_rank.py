@@ -32,7 +32,7 @@ from workbench.engine.backends import backend_of
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.errors import UsageError
 from workbench.events import Comm, Edge, Kind
-from workbench.models.engines import ACTIVATIONS, use_ours_as_torchs
+from workbench.models.engines import ACTIVATIONS, MODELS, use_ours_as_torchs
 from workbench.plan.op_times import OpTimes
 from workbench.protocol.commands import Reshard, Run
 from workbench.protocol.planning import CALLED, PLANNED, PlannedRanks, PlannedRun, planned_ranks
@@ -190,7 +190,9 @@ def _replace_what_needs_data() -> None:
     torch.autocast.__init__ = lambda cast, device_type, *rest, **options: begin(  # type: ignore[method-assign]
         cast, HOST if device_type == _CUDA else device_type, *rest, **options
     )
-    torch.nn.parallel.DistributedDataParallel.__init__ = _refuse  # type: ignore[method-assign]
+    for model in MODELS:
+        if model.not_planned and model.wrapper_class is not None:
+            model.wrapper_class.__init__ = partial(_refuse, model.not_planned)  # type: ignore[method-assign]
     vars(dist).update(
         all_gather_object=_everyone_has,
         gather_object=lambda value, into=None, **_: _everyone_has(into, value),
@@ -207,11 +209,8 @@ def _everyone_has(into: list[Any] | None, value: Any, *_: object, **__: object) 
         into[:] = [value] * len(into)
 
 
-def _refuse(*_: object, **__: object) -> NoReturn:
-    raise UsageError(
-        "DistributedDataParallel cannot be planned: its buckets are made in C++, from tensors with data; "
-        "fully_shard with reshard_after_forward=False is the nearest that can be"
-    )
+def _refuse(why: str, *_: object, **__: object) -> NoReturn:
+    raise UsageError(why)
 
 
 def _wait_at_ends_of_steps(recorder: Recorder, device: SimulatedDevice) -> None:

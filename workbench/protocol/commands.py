@@ -43,27 +43,21 @@ from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import (
     APIS,
     AUTO_PREFETCH,
-    CLASSIC,
     DTYPES,
     ENGINES,
     HOSTS,
     OFF,
     RESHARD_AFTER_FORWARD,
     STRATEGIES,
-    WORKBENCH,
     ModelPolicy,
     PrecisionNames,
     as_mesh,
     as_prefetch,
     as_reshard_after_forward,
-    check_api,
-    check_classic,
     check_engine,
+    check_given,
     check_mesh,
     check_mesh_fits,
-    check_not_classic,
-    check_prefetch,
-    check_reshard_after_forward,
     check_reshard_fits,
     check_strategy_fits,
     read_mesh,
@@ -356,8 +350,9 @@ class _Sharding(Command):
     def given(self) -> dict[str, Any]:
         """The options of a policy that are not at their default."""
         names = ModelPolicy.__dataclass_fields__
-        values = {f.name: (getattr(self, f.name), f.default) for f in dataclasses.fields(self) if f.name in names}
-        return {name: value for name, (value, default) in values.items() if value != default}
+        options = (f for f in dataclasses.fields(self) if f.name in names)
+        values = {f.name: (getattr(self, f.name), f.default) for f in options}  # 0 is not False, but equal to it
+        return {name: value for name, (value, usual) in values.items() if (type(value), value) != (type(usual), usual)}
 
     def on_hosts(self, ranks_per_host: Sequence[int]) -> Self:
         """Return the same with the mesh ``hosts`` in numbers: copies across hosts, shards within.
@@ -399,18 +394,7 @@ class _Sharding(Command):
         _check_classes("wrap", self.wrap)
         if self.mesh and self.mesh != HOSTS:
             check_mesh(self.mesh_shape)
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        default = {f.name: f.default for f in dataclasses.fields(self)}
-        if given["reshard_after_forward"] != default["reshard_after_forward"]:
-            check_reshard_after_forward(given["reshard_after_forward"])
-        if given["mp"] != default["mp"]:
-            PrecisionNames.parse(given["mp"])
-        for name in ("offload", "orig_params"):
-            if not isinstance(given[name], bool) and given[name] is not default[name]:
-                raise ValueError(f"{name} is true or false, not {given[name]!r}")
-        if given["prefetch"] is not default["prefetch"]:
-            check_prefetch(given["prefetch"])
-        self._check_api(given["mp"], given["prefetch"], given["orig_params"])
+        check_given(self.api, self.given)
 
     def _read_python(self) -> None:
         """Replace what Python code writes as torch does, such as ``reshard_after_forward=False``, by its notation."""
@@ -418,13 +402,6 @@ class _Sharding(Command):
             _set(self, reshard_after_forward=str(self.reshard_after_forward).lower())
         if getattr(self, "prefetch", None) == AUTO_PREFETCH:
             _set(self, prefetch=0)
-
-    def _check_api(self, mp: str, prefetch: int | None, orig_params: bool | None) -> None:
-        check_api(CLASSIC if self.api == type(self).api else self.api, self.strategy)
-        if self.api == CLASSIC:
-            check_classic(self.reshard_after_forward, mp, prefetch)
-        elif self.api:
-            check_not_classic(self.strategy, orig_params=orig_params)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -495,7 +472,7 @@ class Shard(_Sharding):
     model: str = argument(_MODEL, kw_only=False)
     engine: str = argument(
         "what runs the model; torch: torch's own FSDP, without reshard and unshard (default: workbench)",
-        default=WORKBENCH,
+        default=ENGINES[0],
         choices=ENGINES,
     )
     api: str = argument(_policy("api", "fully_shard"), default="fully_shard")
@@ -519,8 +496,8 @@ class Shard(_Sharding):
             raise ValueError(
                 f"ignore takes patterns of names without commas or outer spaces, such as *.bias, not {self.ignore}"
             )
-        if self.api == CLASSIC and self.mesh != HOSTS:
-            check_strategy_fits(self.strategy or "full", self.mesh_shape)
+        if self.mesh != HOSTS:
+            check_strategy_fits(self.api, self.strategy, self.mesh_shape)
 
 
 @command(

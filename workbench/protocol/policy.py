@@ -264,81 +264,92 @@ def check_engine(engine: object) -> None:
         raise ValueError(f"engine is one of {', '.join(ENGINES)}, not {engine!r}")
 
 
-def check_api(api: object, strategy: object) -> None:
-    """Raise unless ``api`` is one of :data:`APIS`, and ``strategy`` empty or one of :data:`STRATEGIES`.
+def check_given(api: str, given: Mapping[str, Any]) -> None:
+    """Raise unless the options that a command gives are valid, and are options of an API.
+
+    Args:
+        api: the API; empty: unknown, and the options of either are taken.
+        given: options that are not at their default; api, strategy and mesh are not checked against other options.
 
     Raises:
-        ValueError: one is not.
+        ValueError: one is not; the message names the alternative.
     """
-    if api not in APIS:
+    if given.get("api", APIS[0]) not in APIS:
         raise ValueError(f"api is one of {', '.join(APIS)}, not {api!r}")
-    if strategy not in {"", *STRATEGIES}:
-        raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {strategy!r}")
+    if given.get("strategy", "") not in {"", *STRATEGIES}:
+        raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {given['strategy']!r}")
+    if "reshard_after_forward" in given:
+        check_reshard_after_forward(given["reshard_after_forward"])
+    if "mp" in given:
+        PrecisionNames.parse(given["mp"])
+    for name in ("offload", "orig_params"):
+        if type(given.get(name, False)) is not bool:
+            raise ValueError(f"{name} is true or false, not {given[name]!r}")
+    if "prefetch" in given:
+        check_prefetch(given["prefetch"])
+    if api == CLASSIC:
+        _check_classic(given)
+    elif api:
+        check_not_classic(given)
 
 
-def check_not_classic(strategy: str, *, orig_params: bool | None) -> None:
+def check_not_classic(given: Mapping[str, Any]) -> None:
     """Raise if an option is given that ``fully_shard`` does not take.
 
     Raises:
         ValueError: one is given; the message names the alternative.
     """
-    if strategy:
+    if given.get("strategy"):
         raise ValueError(
             "strategy is for --api classic; with fully_shard give --reshard-after-forward true for full and false for "
             "grad, --mesh 4x1 for none, --mesh 2x2 for hybrid"
         )
-    if orig_params:
+    if given.get("orig_params"):
         raise ValueError(
             "orig_params is for --api classic; with fully_shard, optimizers always have the model's own parameters"
         )
 
 
-def check_classic(reshard_after_forward: object, mp: str, prefetch: int | None) -> None:
-    """Raise if an option is given that the classic wrapper does not take.
-
-    Args:
-        reshard_after_forward: empty or ``auto``: not given.
-        mp: empty: not given.
-        prefetch: None: not given.
-
-    Raises:
-        ValueError: one is given; the message names the alternative.
-    """
-    if reshard_after_forward not in {"", "auto"}:
+def _check_classic(given: Mapping[str, Any]) -> None:
+    if given.get("reshard_after_forward", "auto") != "auto":
         raise ValueError(
             "reshard_after_forward is for --api fully_shard; with classic give --strategy full, which frees full "
             "parameters after forward, or grad, which keeps them"
         )
-    if mp and PrecisionNames.parse(mp).output:
+    mp, prefetch = given.get("mp", OFF), given.get("prefetch", 0)
+    if PrecisionNames.parse(mp).output:
         raise ValueError(
             f"mp {mp!r}: --api classic does not cast outputs: leave out output=, or cast in the model; output={OFF} "
             f"removes an earlier setting"
         )
-    if mp and PrecisionNames.parse(mp).keep:
+    if PrecisionNames.parse(mp).keep:
         raise ValueError(f"mp {mp!r}: one flat parameter has one dtype; keep= needs --api fully_shard")
-    if prefetch is not None and prefetch > 1:
+    if prefetch > 1:
         raise ValueError(
             f"prefetch {prefetch}: --api classic gathers at most one unit ahead; give 1, for forward and backward, "
             f"or 0, for backward only"
         )
 
 
-def check_strategy_fits(strategy: str, mesh: Sequence[int]) -> None:
+def check_strategy_fits(api: str, strategy: str, mesh: Sequence[int]) -> None:
     """Raise unless a mesh has the number of axes that a strategy needs.
 
     Args:
-        strategy: one of :data:`STRATEGIES`.
+        api: the API; strategies are the classic one's.
+        strategy: one of :data:`STRATEGIES`; empty: ``full``.
         mesh: ``()`` or ``(F,)``, or ``(R, F)``.
 
     Raises:
         ValueError: it does not.
     """
+    if api != CLASSIC:
+        return
     if strategy in HYBRID and len(mesh) < 2:
         raise ValueError(f"strategy {strategy} needs a mesh of replicas x shard ranks: --mesh 2x2")
     if strategy not in HYBRID and len(mesh) > 1:
         raise ValueError(
-            f"strategy {strategy} takes no mesh of replicas, such as {'x'.join(map(str, mesh))}: give --strategy "
-            "hybrid, or hybrid2, which keeps full parameters from forward to backward"
+            f"strategy {strategy or 'full'} takes no mesh of replicas, such as {'x'.join(map(str, mesh))}: give "
+            "--strategy hybrid, or hybrid2, which keeps full parameters from forward to backward"
         )
 
 

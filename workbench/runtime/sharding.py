@@ -294,7 +294,7 @@ def chosen_again(command: Reshard) -> tuple[nn.Module, list[nn.Module], FSDPStat
         _check_fits(wanted, num_ranks(model), num_ranks(model))
         return model, inner, None
     try:
-        check_not_classic(command.strategy, orig_params=command.orig_params)
+        check_not_classic(command.given)
     except ValueError as error:
         raise UsageError(str(error)) from error
     for info in unit_infos(model):

@@ -13,7 +13,6 @@ from workbench.base.codec import encode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Plan, Reshard, Shard, ShardReply, Step, StepReply, Unshard
 from workbench.protocol.planning import CALLED, PlannedRanks, PlannedRun, planned_ranks
-from workbench.protocol.policy import WORKBENCH
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.reports.plan_report import PlanReport, described
 from workbench.script.script_writer import write_script
@@ -118,7 +117,7 @@ def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path
     entries = [*kept[:place], CompletedCommand(command=shard, reply=_sharded(shard)), *kept[place:]]
     entries.append(CompletedCommand(command=Step(_STEPS, fn=command.fn), reply=_UNKNOWN))
     file = folder / "planned.py"
-    file.write_text(write_script(replace(program, entries=tuple(entries)), WORKBENCH, file.name).text, "utf-8")
+    file.write_text(write_script(replace(program, entries=tuple(entries)), Shard.engine, file.name).text, "utf-8")
     named = Plan(CALLED, ranks=command.ranks, hosts=command.hosts, device=command.device, checkpoint=command.checkpoint)
     return plan_script(str(file), (), named, folder / "plan.trace", rank)
 

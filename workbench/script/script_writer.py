@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workbench.base.devices import HOST
 from workbench.errors import UsageError
@@ -22,10 +22,9 @@ from workbench.protocol.commands import (
     Verify,
     to_text,
 )
-from workbench.protocol.policy import CLASSIC, ENGINES, TORCH
 from workbench.script.cell_code import CellCode, cell_code
 from workbench.script.script_names import ScriptNames
-from workbench.script.sharding_code import WIDTH, ShardingCode
+from workbench.script.sharding_code import WIDTH, ShardingCode, with_setters
 from workbench.session.program import CompletedCell, CompletedCommand, Entry, Omission, Program
 
 MARK = "by %fsdp export"
@@ -80,9 +79,7 @@ def write_script(program: Program, engine: str, name: str) -> Script:
         UsageError: the program has no cell, the engine has nothing for one of its commands, or both engines ran.
     """
     engine = engine or _engine_of(program)
-    entries = _without_detours(program.entries)
-    if engine == TORCH:
-        entries = _with_setters(entries)
+    entries = with_setters(_without_detours(program.entries), engine)
     if not any(isinstance(entry, CompletedCell) for entry in entries):
         raise UsageError(
             "nothing to write: a script needs a %%fsdp cell that all ranks have completed since their start"
@@ -103,7 +100,7 @@ def _engine_of(program: Program) -> str:
     engines = {command.engine for command in commands if isinstance(command, Shard)}
     if len(engines) > 1:
         raise UsageError("both engines have run models here, and a script has one: add --engine workbench or torch")
-    return engines.pop() if engines else ENGINES[0]
+    return engines.pop() if engines else Shard.engine
 
 
 _NO_CODE = (InjectFault, Lint, Save, Snapshot, Verify)
@@ -152,33 +149,6 @@ def _without_detours(entries: Sequence[Entry]) -> list[Entry]:
         match commands:
             case [Shard(model=first), Unshard(model=second), Shard(model=third)] if first == second == third:
                 del kept[-3:-1]
-    return kept
-
-
-def _with_setters(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries with an ``unshard`` and the next ``shard`` as one ``reshard``, if torch has setters for that.
-
-    These are the options ``reshard_after_forward`` and ``prefetch``: all others must be as before.
-    """
-    kept: list[Entry] = []
-    sharded: dict[str, Shard] = {}
-    for entry in entries:
-        kept.append(entry)
-        if not isinstance(entry, CompletedCommand) or not isinstance(entry.command, Shard):
-            continue
-        now, undone = entry.command, [each.command for each in kept[-2:-1] if isinstance(each, CompletedCommand)]
-        before = sharded.get(now.model)
-        sharded[now.model] = now
-        if before is None or undone != [Unshard(now.model)]:
-            continue
-        after, ahead = before.reshard_after_forward, before.prefetch
-        if now.api != CLASSIC and replace(now, reshard_after_forward=after, prefetch=ahead) == before:
-            reshard = Reshard(
-                now.model,
-                reshard_after_forward="" if now.reshard_after_forward == after else now.reshard_after_forward,
-                prefetch=None if now.prefetch == ahead else now.prefetch,
-            )
-            kept[-2:] = [replace(entry, command=reshard)]
     return kept
 
 

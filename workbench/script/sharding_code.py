@@ -23,7 +23,7 @@ from workbench.protocol.policy import (
     mesh_words,
 )
 from workbench.script.script_names import ScriptNames
-from workbench.session.program import CompletedCommand
+from workbench.session.program import CompletedCommand, Entry
 
 WIDTH = 88
 """Longest line that the writer produces itself, the default of formatters."""
@@ -111,6 +111,36 @@ def expression(model: str) -> str:
     """Return the expression for a model's name in a command: ``model.blocks.2`` -> ``model.blocks[2]``."""
     first, *rest = model.split(".")
     return first + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in rest)
+
+
+def with_setters(entries: Sequence[Entry], engine: str) -> Sequence[Entry]:
+    """Return the entries with an ``unshard`` and the next ``shard`` as one ``reshard``, where torch has setters for it.
+
+    These are the options ``reshard_after_forward`` and ``prefetch``: all others must be as before. For the workbench's
+    engine nothing changes.
+    """
+    if engine != TORCH:
+        return entries
+    kept: list[Entry] = []
+    sharded: dict[str, Shard] = {}
+    for entry in entries:
+        kept.append(entry)
+        if not isinstance(entry, CompletedCommand) or not isinstance(entry.command, Shard):
+            continue
+        now, undone = entry.command, [each.command for each in kept[-2:-1] if isinstance(each, CompletedCommand)]
+        before = sharded.get(now.model)
+        sharded[now.model] = now
+        if before is None or undone != [Unshard(now.model)]:
+            continue
+        after, ahead = before.reshard_after_forward, before.prefetch
+        if now.api != CLASSIC and replace(now, reshard_after_forward=after, prefetch=ahead) == before:
+            reshard = Reshard(
+                now.model,
+                reshard_after_forward="" if now.reshard_after_forward == after else now.reshard_after_forward,
+                prefetch=None if now.prefetch == ahead else now.prefetch,
+            )
+            kept[-2:] = [replace(entry, command=reshard)]
+    return kept
 
 
 class ShardingCode:
