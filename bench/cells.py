@@ -28,7 +28,7 @@ class ReachedCluster(Cluster):
     @property
     def connection_file(self) -> Path:
         """Path of the controller's connection file for clients."""
-        return self._place._root / "profile" / "security" / "ipcontroller-client.json"
+        return self._provider._root / "profile" / "security" / "ipcontroller-client.json"
 
 
 def measure_cells(num_ranks: int, num_times: int) -> Tree:

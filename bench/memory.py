@@ -201,7 +201,7 @@ def noted_stages() -> list[tuple[int, int]]:
         @functools.wraps(method)
         def call(reduce: SharedMemoryReduceScatter, *args: Any, **options: Any) -> Any:
             result = method(reduce, *args, **options)
-            held[id(reduce)] = 0 if reduce.lease is None else reduce.num_bytes
+            held[id(reduce)] = 0 if reduce.handle is None else reduce.num_bytes
             noted.append((time.time_ns(), held.total()))
             return result
 

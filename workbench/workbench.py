@@ -145,7 +145,7 @@ _ONLY_DRAWN = {
 }
 """Methods that return a widget; what to type instead for its numbers."""
 
-Side = str | os.PathLike[str] | Trace
+TraceSelector = str | os.PathLike[str] | Trace
 """One side of a comparison: a trace, its file, or text as :mod:`workbench.session.trace_selectors` reads it."""
 
 OnNotice = Callable[[str], None]
@@ -1226,7 +1226,7 @@ class Workbench:
             return None
         return self.view(report.picture.view, **report.picture.options, marks=report.marks)
 
-    def _sides(self, a: Side, b: Side) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
+    def _sides(self, a: TraceSelector, b: TraceSelector) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
         if a != "":
             b = LAST if b == "" else b
             (name_a, first), (name_b, second) = sides(self._named(a), self._named(b), lambda: self.trace)
@@ -1236,7 +1236,7 @@ class Workbench:
         replies = (entry.reply for entry in self.program.entries if isinstance(entry, CompletedCommand))
         return policies([reply.first_step for reply in replies if isinstance(reply, ShardReply)], lambda: self.trace)
 
-    def _named(self, side: Side) -> Side:
+    def _named(self, side: TraceSelector) -> TraceSelector:
         """Return the trace of the newest plan for its name, and any other side of a comparison as it is."""
         if side != PLAN:
             return side
@@ -1244,7 +1244,7 @@ class Workbench:
             raise UsageError(f"nothing is planned yet: {PLAN!r} is the newest plan, of %fsdp plan MODEL")
         return self._planned
 
-    def _compared(self, a: Side = "", b: Side = "", *, rank: int | None = None) -> CompareReport:
+    def _compared(self, a: TraceSelector = "", b: TraceSelector = "", *, rank: int | None = None) -> CompareReport:
         (name_a, first), (name_b, second) = self._sides(a, b)
         return compared(first, second, names=(name_a, name_b), rank=rank)
 
@@ -1283,8 +1283,8 @@ class Workbench:
 
     def compare(
         self,
-        a: Side = "",
-        b: Side = "",
+        a: TraceSelector = "",
+        b: TraceSelector = "",
         *,
         rank: int | None = None,
         talk: bool = False,

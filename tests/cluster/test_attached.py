@@ -347,7 +347,7 @@ def test_an_attached_engine_that_is_killed_is_named_at_once_though_its_controlle
     slow = "c = get_config()\nc.HeartMonitor.period = 3000\nc.HeartMonitor.max_heartmonitor_misses = 10\n"
     (directory / "ipcontroller_config.py").write_text(slow)
     with Cluster(2, "cpu", "slow", engines="local", runtime=RUNTIME) as started:
-        file = started._place._cluster.controller.connection_files["client"]
+        file = started._provider._cluster.controller.connection_files["client"]
         looking = Cluster.attached(AttachTarget(file=file), device="cpu", runtime=RUNTIME)
         looking.start()
         engine = looking.rank_info[1]
@@ -362,10 +362,10 @@ def test_an_attached_cluster_whose_controller_is_killed_is_named(tmp_path, monke
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     (tmp_path / "profile_mine" / "startup").mkdir(parents=True)
     with Cluster(1, "cpu", "mine", engines="local", runtime=RUNTIME) as started:
-        file = started._place._cluster.controller.connection_files["client"]
+        file = started._provider._cluster.controller.connection_files["client"]
         looking = Cluster.attached(AttachTarget(file=file), device="cpu", runtime=RUNTIME)
         looking.start()
-        os.kill(started._place._cluster.controller.pid, signal.SIGKILL)
+        os.kill(started._provider._cluster.controller.pid, signal.SIGKILL)
         wait_until(looking.losses)
         how = "cannot be reached: the cluster's controller has ended, or its host is gone"
         assert looking.losses() == {0: how}

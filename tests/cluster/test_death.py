@@ -67,7 +67,7 @@ def test_a_cluster_without_its_controller_is_reported(make_cluster):
     cluster = make_cluster(2)
     cluster.start()
     pending = cluster.apply(f"{RUNTIME}:hold")
-    os.kill(cluster._place._watched[None].process.pid, signal.SIGKILL)
+    os.kill(cluster._provider._watched[None].process.pid, signal.SIGKILL)
     assert pending.wait(PATIENCE_S)
     with pytest.raises(ClusterError, match="rank 0 cannot be reached: the cluster's controller was killed by SIGKILL"):
         pending.result(0)
@@ -82,7 +82,7 @@ from workbench.cluster import Cluster
 cluster = Cluster(2, "cpu", runtime="{RUNTIME}")
 cluster.start()
 found = [[p.pid, p.create_time()] for p in psutil.Process().children(recursive=True)]
-print(json.dumps([found, str(cluster._place._root)]), flush=True)
+print(json.dumps([found, str(cluster._provider._root)]), flush=True)
 if sys.argv[1] == "wait":
     cluster.run_cell("while True: pass", ranks=[1])
     signal.pause()

@@ -88,9 +88,9 @@ def test_an_interrupt_needs_no_process_of_ours(launched):
 
 
 def test_connections_are_encrypted_and_on_loopback(launched):
-    keys = Path(launched._place._cluster.controller.connection_files["client"]).read_text()
+    keys = Path(launched._provider._cluster.controller.connection_files["client"]).read_text()
     assert '"curve_serverkey": null' not in keys
-    controller = psutil.Process(launched._place._cluster.controller.pid)
+    controller = psutil.Process(launched._provider._cluster.controller.pid)
     processes = [controller, *controller.children(recursive=True)]
     listening = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == "LISTEN"}
     assert listening == {"127.0.0.1"}
@@ -292,7 +292,7 @@ def test_a_killed_controller_is_named_at_once(ipython_directory):
     with Cluster(2, "cpu", "controller", engines="local", runtime=RUNTIME) as cluster:
         pending = cluster.apply(f"{RUNTIME}:hold")
         wait_until_held(cluster)
-        os.kill(cluster._place._cluster.controller.pid, signal.SIGKILL)
+        os.kill(cluster._provider._cluster.controller.pid, signal.SIGKILL)
         with pytest.raises(RankDied, match=r"rank [01] cannot be reached: the cluster's controller has ended"):
             pending.results(PATIENCE_S)
         assert cluster.alive() == (False, False)

@@ -58,7 +58,7 @@ def losses(request, monkeypatch):
 
     monkeypatch.setattr(cluster_module, "Wire", FakeWire)
     monkeypatch.setattr(cluster_module, "Channels", SlowDoors)
-    cluster._place = place
+    cluster._provider = place
     cluster._connect(place)
     return cluster.losses()
 

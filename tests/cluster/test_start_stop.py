@@ -126,7 +126,7 @@ def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypat
 def test_the_controllers_advice_counts_its_heartbeat_process(make_cluster):
     cluster = make_cluster(1)
     cluster.start()
-    assert cluster._place._num_listening() == local_launch._PORTS
+    assert cluster._provider._num_listening() == local_launch._PORTS
 
 
 def test_a_cluster_can_be_started_again_but_not_twice(make_cluster):

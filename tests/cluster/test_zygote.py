@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(sys.platform != "linux", r
 
 def processes_of(cluster):
     """Return the zygote and the ranks as psutil processes."""
-    return cluster._place._zygote.process, [psutil.Process(info.pid) for info in cluster.rank_info]
+    return cluster._provider._zygote.process, [psutil.Process(info.pid) for info in cluster.rank_info]
 
 
 def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):
@@ -69,7 +69,7 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
     wait_until(lambda: cluster.alive() == ((True, False) if who == "a rank" else (False, False)))
     assert is_running(parent) == (who == "a rank")
     assert not is_running(ranks[1])
-    wait_until(lambda: cluster._place.exit_code(1) == -signal.SIGKILL)
+    wait_until(lambda: cluster._provider.exit_code(1) == -signal.SIGKILL)
     cluster.stop()
     KEEPER.end()
     assert not any(map(is_running, (parent, *ranks)))
@@ -79,7 +79,7 @@ def test_ranks_that_are_not_forked_work_too(make_cluster, monkeypatch):
     monkeypatch.setattr("workbench.cluster.local_launch.can_fork", lambda device: False)
     cluster = make_cluster(2)
     cluster.start()
-    assert cluster._place._zygote is None
+    assert cluster._provider._zygote is None
     assert cluster.apply(f"{RUNTIME}:echo", 3).wait(PATIENCE_S)
 
 

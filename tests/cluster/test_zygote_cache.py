@@ -26,7 +26,7 @@ def nothing_is_kept():
 
 
 def zygote_of(cluster):
-    return cluster._place._zygote.process
+    return cluster._provider._zygote.process
 
 
 def reported(cluster, code):
@@ -243,7 +243,7 @@ def test_children_left_by_a_rank_end_with_its_cluster(make_cluster):
         (orphan,) = rank.children()
         rank.kill()
         wait_until(lambda rank=rank: not is_running(rank))
-        assert orphan.environ()[MARKER] == cluster._place._id
+        assert orphan.environ()[MARKER] == cluster._provider._id
         cluster.stop()
         assert not is_running(orphan)
 

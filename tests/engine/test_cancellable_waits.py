@@ -394,7 +394,7 @@ class Watcher:
         self.given_up = []
         self.finished_with = []
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         self.looks += 1
         if self.looks == 2:
             raise RanksDisagreeError("something else")

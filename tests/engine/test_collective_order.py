@@ -21,7 +21,7 @@ from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, RanksDisagreeError, StepAborted, collective_order, process_groups
 from workbench.engine._torch import default_store
 from workbench.engine.cancellable_waits import cancellation
-from workbench.engine.collective_order import END, Board, Collective, OrderCheck
+from workbench.engine.collective_order import END, Collective, MessageBoard, OrderCheck
 from workbench.engine.process_groups import CommGroup
 
 A, B, C, D = (Collective("all-gather", name, 64) for name in "abcd")
@@ -97,19 +97,19 @@ class Rank:
         self.ranks = ranks
         self.issued = []
         self.outcome = "running"
-        self.order = OrderCheck(Board(store, rank, len(PLACES)), PLACES, rank, is_part=False)
+        self.order = OrderCheck(MessageBoard(store, rank, len(PLACES)), PLACES, rank, is_part=False)
 
     def run(self) -> None:
         try:
-            self.order._board.meet()
+            self.order._board.barrier()
             for call in self.program:
                 self.do(call)
             self.wait_for(len(self.issued))
             self.outcome = "done"
             while self.looks_on and any(rank.outcome == "running" for rank in self.ranks):
-                self.order.look()  # as before its next collective
+                self.order.check_peers()  # as before its next collective
             if self.looks_on:
-                self.order.look()
+                self.order.check_peers()
         except RanksDisagreeError as error:
             self.order.leave(str(error))
             self.outcome = str(error)
@@ -124,7 +124,7 @@ class Rank:
 
     def wait_for(self, number: int) -> None:
         while any(len(rank.issued) < number for rank in self.ranks):
-            self.order.look()
+            self.order.check_peers()
 
 
 PLACES = (4, 7)
@@ -151,8 +151,8 @@ def requests_per_iteration(*iterations: list[Collective]) -> list[int]:
     """Return the number of questions that a lone rank asks in each iteration."""
     store = Memory()
     counts = []
-    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
-    lone._board.meet()
+    lone = OrderCheck(MessageBoard(store, 0, 1), (0,), 0, is_part=False)
+    lone._board.barrier()
     for calls in iterations:
         before = store.num_votes
         for call in calls:
@@ -188,7 +188,7 @@ def test_an_iteration_without_collectives_does_not_count():
 
 def test_orders_that_do_not_recur_are_checked_and_not_stored():
     store = Memory()
-    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone = OrderCheck(MessageBoard(store, 0, 1), (0,), 0, is_part=False)
     lone.ask(D)
     lone.before(A)
     lone.end_iteration()
@@ -308,8 +308,10 @@ class ThreadRanks:
 
         def main(rank: int) -> None:
             try:
-                mine = OrderCheck(Board(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False)
-                mine._board.meet()
+                mine = OrderCheck(
+                    MessageBoard(self.store, rank, self._size), tuple(range(self._size)), rank, is_part=False
+                )
+                mine._board.barrier()
                 results[rank] = do(mine)
             finally:
                 with self._changed:
@@ -349,7 +351,7 @@ def test_store_requests_of_a_rank_do_not_grow_with_the_number_of_ranks(monkeypat
             for call in (A, B, C, D):
                 mine.before(call)
             mine.end_iteration()
-            mine.look()
+            mine.check_peers()
         return True
 
     each, results = done_by_each(monkeypatch, size, iterate)
@@ -393,8 +395,8 @@ def test_one_of_many_that_differs_is_named_to_all(monkeypatch, size):
 def test_a_missing_rank_is_waited_for_until_an_abort(monkeypatch):
     store = Memory()
     store.values = {"note/1": "[]", "met": 1}
-    lone = OrderCheck(Board(store, 0, 2), (0, 1), 0, is_part=False)
-    lone._board.meet()
+    lone = OrderCheck(MessageBoard(store, 0, 2), (0, 1), 0, is_part=False)
+    lone._board.barrier()
     waiting = cancellation._cancelled._cond._waiters
     thread = threading.Thread(target=lambda: (eventually(lambda: bool(waiting)), cancellation.cancel("now")))
     thread.start()
@@ -407,9 +409,9 @@ def test_a_missing_rank_is_waited_for_until_an_abort(monkeypatch):
     store = Memory()
     store.values = {"note/2": "[]", "left": 0}
     said_by_one = collective_order.BoardEntry(0, (0, 0), B)
-    Board(store, 1, 3).ask(said_by_one)
-    Board(store, 1, 3).pin(said_by_one.text())
-    three = OrderCheck(Board(store, 0, 3), (0, 1, 2), 0, is_part=True)
+    MessageBoard(store, 1, 3).ask(said_by_one)
+    MessageBoard(store, 1, 3).publish(said_by_one.text())
+    three = OrderCheck(MessageBoard(store, 0, 3), (0, 1, 2), 0, is_part=True)
     with pytest.raises(RanksDisagreeError) as refused:
         three.before(A)
     message = "among ranks 0, 1, 2: rank 0 all-gather of unit a (64 bytes); rank 1 all-gather of unit b (64 bytes); "
@@ -423,11 +425,11 @@ def test_a_lost_store_is_a_failure():
 
         check = get = add = delete_key = set
 
-    board = Board(Gone(), 0, 1)
-    for use in (lambda: board.pin("[]"), board.meet, board.question, lambda: board.tally(0)):
+    board = MessageBoard(Gone(), 0, 1)
+    for use in (lambda: board.publish("[]"), board.barrier, board.question, lambda: board.tally(0)):
         with pytest.raises(CollectiveFailed, match=r"^cannot reach the ranks' store: Broken pipe; the process"):
             use()
-    board.take_down()  # its keys died with the store
+    board.withdraw()  # its keys died with the store
 
 
 class Ending(Memory):
@@ -450,8 +452,8 @@ def late(first: list[Collective]) -> tuple[OrderCheck, Ending]:
     """Return the check of rank 1, whose peer has issued ``first``, and their store."""
     store = Ending()
     store.values = {"note/0": "[]", "met": 1, "left": 0, "question": "[]"}
-    checks = [OrderCheck(Board(store, rank, 2), (0, 1), rank, is_part=False) for rank in (0, 1)]
-    checks[1]._board.meet()
+    checks = [OrderCheck(MessageBoard(store, rank, 2), (0, 1), rank, is_part=False) for rank in (0, 1)]
+    checks[1]._board.barrier()
     for serial, collective in enumerate(first):
         checks[0]._board.ask(collective_order.BoardEntry(serial, (0, serial), collective))
     return checks[1], store
@@ -461,11 +463,11 @@ def test_a_rank_that_is_late_in_the_last_step_ends_it_without_the_store():
     for num_left in (0, 1):  # gone before the vote for the end, and after it
         check, store = late([A, END] if num_left else [A])
         check.before(A)
-        check.look()
+        check.check_peers()
         store.num_left = num_left
         check.end_iteration()
         assert check._tree.place == (1, 0)
-        check.look()
+        check.check_peers()
         with pytest.raises(CollectiveFailed, match="cannot reach the ranks' store"):
             check.before(B)
 
@@ -484,7 +486,7 @@ def test_a_late_rank_reads_no_tally_twice_and_says_in_what_it_differs():
 
 def test_a_dispute_older_than_the_record_is_still_reported():
     store = Memory()
-    lone = OrderCheck(Board(store, 0, 1), (0,), 0, is_part=False)
+    lone = OrderCheck(MessageBoard(store, 0, 1), (0,), 0, is_part=False)
     for _ in range(collective_order.REMEMBERED + 3):
         lone.before(A)
         lone.end_iteration()
@@ -731,4 +733,4 @@ def test_a_simulated_world_sends_no_request():
         assert group.rank == 1
         assert group.issue(lambda _, async_op: None, collective=A).has_ended
         process_groups.end_iteration([group])
-        group.look()
+        group.check_peers()

@@ -32,7 +32,7 @@ from workbench.engine.backends.shared.hierarchical_comm import (
     Hosts,
     HostsAllGather,
     HostsReduceScatter,
-    Relay,
+    TwoStepRelay,
     ranks_per_host,
 )
 from workbench.engine.cancellable_waits import cancellation
@@ -174,7 +174,7 @@ class Steps:
         return issue(self)
 
 
-def start(relay: Relay, name: str) -> tuple[FakeWork, FakeWork, Any]:
+def start(relay: TwoStepRelay, name: str) -> tuple[FakeWork, FakeWork, Any]:
     """Start a collective; return the work of both steps, and the collective's own."""
     first, second = FakeWork(), FakeWork()
 
@@ -186,7 +186,7 @@ def start(relay: Relay, name: str) -> tuple[FakeWork, FakeWork, Any]:
 
 
 def test_second_steps_begin_in_the_order_of_the_first_ones():
-    relay = Relay(Steps(), Steps())
+    relay = TwoStepRelay(Steps(), Steps())
     started = {name: start(relay, name) for name in "abc"}
     for name, issued in (("b", []), ("a", ["a", "b"]), ("c", ["a", "b", "c"])):
         started[name][0].future.set_result(None)
@@ -199,7 +199,7 @@ def test_second_steps_begin_in_the_order_of_the_first_ones():
 
 
 def test_after_a_failure_no_second_step_begins_until_a_rebuild():
-    relay = Relay(Steps(), Steps())
+    relay = TwoStepRelay(Steps(), Steps())
     (failing, _, failed), (first, _, after) = start(relay, "a"), start(relay, "b")
     first.future.set_result(None)
     failing.future.set_exception(RuntimeError("a peer has left"))
@@ -222,7 +222,7 @@ def test_after_a_failure_no_second_step_begins_until_a_rebuild():
 
 
 def test_work_from_before_a_rebuild_never_continues():
-    relay = Relay(Steps(), Steps())
+    relay = TwoStepRelay(Steps(), Steps())
     first, _, steps = start(relay, "a")
     relay.then.index += 1
     relay.begin_anew_if_rebuilt()
@@ -232,7 +232,7 @@ def test_work_from_before_a_rebuild_never_continues():
 
 
 def test_a_second_step_that_cannot_be_issued_is_an_error_of_the_collective():
-    relay = Relay(Steps(), Steps())
+    relay = TwoStepRelay(Steps(), Steps())
     work = FakeWork()
 
     def refuse(_group: Steps) -> FakeWork:

@@ -59,7 +59,7 @@ OF_TORCH = {
     "_load_from_state_dict",
 }
 """Private names of torch's classes that the engine reads outside of ``_torch.py``."""
-OF_CONTRACTS = {"_fqns", "_get_fsdp_state", "_state", "_workbench_lease"}
+OF_CONTRACTS = {"_fqns", "_get_fsdp_state", "_state", "_workbench_handle"}
 """Names that other libraries read, or that modules and tensors carry for the engine."""
 
 

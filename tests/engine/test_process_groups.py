@@ -18,7 +18,7 @@ from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import batch, loss_of, make_net
 from tests.helpers.waiting import eventually
 from workbench.engine import CollectiveFailed, StepAborted, process_groups
-from workbench.engine.backends.async_work import AllOf, Transport
+from workbench.engine.backends.async_work import CombinedWork, Transport
 from workbench.engine.backends.streams import StreamTransport, StreamWork
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.collective_order import Collective
@@ -133,7 +133,7 @@ def with_one_peer_dead_and_one_that_never_comes(begun, is_free) -> list[object] 
         is_free.wait()
         return None
     works = [dist.broadcast(torch.ones(1), source, group.process_group, async_op=True) for source in (1, 2)]
-    pending = group._transport.pending(AllOf(works), "broadcasts", group)
+    pending = group._transport.pending(CombinedWork(works), "broadcasts", group)
     group._in_flight.add(pending)
     begun.set()
     pending.wait()

@@ -35,7 +35,7 @@ class Group:
         self.index = 0
         self.given_up = []
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Report no disagreement."""
 
     def give_up(self, error: BaseException) -> None:
@@ -159,7 +159,7 @@ def test_a_rank_that_diverges_gets_the_error(two, monkeypatch):
     def look() -> None:
         raise RuntimeError("something else")
 
-    first._group.look = look
+    first._group.check_peers = look
     with pytest.raises(RuntimeError, match="something else"):
         first.wait()
 

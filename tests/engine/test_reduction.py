@@ -47,7 +47,7 @@ def test_sums_of_some_parameters_each_are_added_over_all_of_them(dtype, category
     assert total.output.tolist() == [1, 1, 2, 2, 2, 3]
     assert total.output.dtype == dtype
     assert probe.deltas == [(category, UNIT.index, num_bytes)]
-    assert (total.lease.category, total.lease.num_bytes) == (category, num_bytes)
+    assert (total.handle.category, total.handle.num_bytes) == (category, num_bytes)
     assert one.output.tolist() == [1, 1, 1]
 
 

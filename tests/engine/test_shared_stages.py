@@ -195,7 +195,7 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
             loss_of(model, batch(dist.get_rank(), number, plain["vocab"])).backward()
         reduce = unit.comm_choice.pair.reduce
         largest = max(u.shard_numel for u in (model._get_fsdp_state()._fsdp_param_group, unit))
-        reported = 0 if reduce.lease is None else reduce.num_bytes
+        reported = 0 if reduce.handle is None else reduce.num_bytes
         dist.barrier()  # the other ranks have returned their part too
         return (
             reduce.num_bytes,

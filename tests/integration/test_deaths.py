@@ -19,7 +19,7 @@ KILLED = "was killed by SIGKILL (as when memory runs out)"
 
 def victims_of(bench, who):
     """Return process ids, and the text for the loss of each rank."""
-    launch = bench._session.cluster._place
+    launch = bench._session.cluster._provider
     ranks = [status.pid for status in bench.status().ranks]
     return {
         "every rank": (ranks, f"died: the process {KILLED}"),

@@ -38,7 +38,7 @@ def test_every_rank_has_its_names(trained):
 
 def test_all_sockets_listen_on_loopback_only(trained):
     """The store and gloo do not authenticate connections: see docs/security.md."""
-    processes = trained._session.cluster._place._zygote.process, *psutil.Process().children(recursive=True)
+    processes = trained._session.cluster._provider._zygote.process, *psutil.Process().children(recursive=True)
     addresses = {
         (process.pid, connection.laddr.ip)
         for process in processes

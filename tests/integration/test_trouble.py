@@ -97,7 +97,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
 
 def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
     engines = engines_of(bench)
-    os.kill(bench._session.cluster._place._cluster.controller.pid, signal.SIGKILL)
+    os.kill(bench._session.cluster._provider._cluster.controller.pid, signal.SIGKILL)
     wait_until(lambda: len(bench.losses) == 3, SOON_S)
     message = text_of_the_end(bench)
     assert "cannot be reached: the cluster's controller has ended" in message
@@ -106,7 +106,7 @@ def test_a_controller_that_dies_is_named_and_no_rank_stays(bench):
 
 
 def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, monkeypatch):
-    cluster, engines = bench._session.cluster._place._cluster, engines_of(bench)
+    cluster, engines = bench._session.cluster._provider._cluster, engines_of(bench)
     logs = [Path(launcher.remote_output_file) for launcher in cluster.engine_set.launchers.values()]
     assert [log.exists() for log in logs] == [True] * 3
     barrier, end_there = threading.Barrier(len(network.names)), ssh_launch.end_there
@@ -142,7 +142,7 @@ bench.run_cell(CELL)
 bench.shard("model", wrap="Block")
 bench.step(100_000, background=True)
 cluster = bench._session.cluster
-print(cluster._place._cluster.controller.pid, *[info.pid for info in cluster.rank_info], flush=True)
+print(cluster._provider._cluster.controller.pid, *[info.pid for info in cluster.rank_info], flush=True)
 sys.stdin.read()
 """
 

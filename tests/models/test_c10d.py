@@ -21,7 +21,7 @@ from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.waiting import wait_until
 from tests.helpers.watched import make_blocks, recorded, train, watch
 from workbench.engine import fully_shard, probe
-from workbench.engine.backends.async_work import OfFuture
+from workbench.engine.backends.async_work import FutureWork
 from workbench.events import COLLECTIVES, GROUP_INDICES, Edge, Kind
 from workbench.models import c10d
 from workbench.models._torch_private import HAS_HOOKS
@@ -181,7 +181,7 @@ def test_a_call_that_failed_has_no_end(error, monkeypatch):
     recorder, watch, future = Recorder(Header()), c10d.CollectiveWatch(), torch.futures.Future()
     monkeypatch.setattr(probe, "active", recorder)
     call = c10d.Call(Kind.ALL_REDUCE, -1, 4, None, is_async=True, on_device=False)
-    work = OfFuture()
+    work = FutureWork()
     work._future = future
     watch.issued(call, work)
     future.set_exception(RuntimeError(error)) if error else future.set_result(None)

@@ -326,7 +326,7 @@ def fails_to_find(*_):
 def is_not_disturbed():
     model = prepare("ours")["model"]
     x = torch.ones(2, 4)
-    error_notes._known = fails_to_find
+    error_notes._sharded_params = fails_to_find
     return raised(lambda: model[0].up(x))
 
 

@@ -114,7 +114,7 @@ class Cluster:
         self._is_free = False
         self._ask_who_at = 0.0
         self._notices = WaitNotices(no_wait)
-        self._place: EngineProvider | None = None
+        self._provider: EngineProvider | None = None
         self._channels: Channels | None = None
         self._rank_info: tuple[ConnectReply, ...] = ()
         self._session = uuid.uuid4().hex  # names files of the ranks
@@ -171,14 +171,14 @@ class Cluster:
             ClusterError: a rank failed to start or timed out; all are stopped again.
             Interrupted: Ctrl-C; all are stopped again.
         """
-        if self._place is not None:
+        if self._provider is not None:
             raise UsageError("the ranks are already started: first %fsdp stop")
         atexit.register(self._stop_at_exit, os.getpid())
         self._notices = WaitNotices(on_wait, 0.0 if self._launcher else _QUICK_S)
         try:
-            self._place = place = self._open()
-            wire = self._connect(place)
-            self._rank_info = self._join(place, wire) or self._boot(place, self._seat(place, wire))
+            self._provider = provider = self._open()
+            wire = self._connect(provider)
+            self._rank_info = self._join(provider, wire) or self._boot(provider, self._seat(provider, wire))
             for rank in lookouts(self._rank_info):
                 self._watch_hosts(self._reach(), rank, frozenset())
         except KeyboardInterrupt as interrupt:
@@ -201,27 +201,27 @@ class Cluster:
             ClusterError: a rank did not start, or another one was lost meanwhile; :meth:`heal` may be called again.
             Interrupted: Ctrl-C, as after a failure.
         """
-        place, channels = self._place, self._reach()
-        if place is None:
+        provider, channels = self._provider, self._reach()
+        if provider is None:
             return
         self._notices = WaitNotices(on_wait, _QUICK_S)
         lost = [rank for rank, is_alive in enumerate(self.alive()) if not is_alive]
         try:
-            new = place.replace(lost, channels.registered, channels.engines)
+            new = provider.replace(lost, channels.registered, channels.engines)
             engines = tuple(new.get(rank, engine) for rank, engine in enumerate(channels.engines))
-            self._open_channels(place, channels.wire, engines)
-            requests = self._boots_again(place)
-            self._install(place, self._rank_info)  # first, so that a rank can be freed if another one is lost now
-            self._rank_info = self._boot(place, {r: replace(b, past=pasts.get(r)) for r, b in requests.items()})
+            self._open_channels(provider, channels.wire, engines)
+            requests = self._boots_again(provider)
+            self._install(provider, self._rank_info)  # first, so that a rank can be freed if another one is lost now
+            self._rank_info = self._boot(provider, {r: replace(b, past=pasts.get(r)) for r, b in requests.items()})
         except KeyboardInterrupt as interrupt:
             raise Interrupted("The heal was cancelled: %fsdp heal begins it again") from interrupt
         for rank in lookouts(self._rank_info):
             self._watch_hosts(self._reach(), rank, frozenset())
 
-    def _boots_again(self, place: EngineProvider) -> dict[int, Boot]:
+    def _boots_again(self, provider: EngineProvider) -> dict[int, Boot]:
         """Return the boot request of each rank, some of which have new engines."""
         answers = self._survey(self._reach(), counts_devices=self.device != HOST)
-        self._wait(place, answers, "report its host and versions")
+        self._wait(provider, answers, "report its host and versions")
         infos = self._infos(answers, answers.ranks)
         seated = in_order(dict(zip(self._reach().engines, infos, strict=True)))
         if wrong := misfits(seated, engine_probe.workbench_version()):
@@ -252,10 +252,10 @@ class Cluster:
             notices=self._notices,
         )
 
-    def _connect(self, place: EngineProvider) -> Wire:
+    def _connect(self, provider: EngineProvider) -> Wire:
         """Wait for the controller and the engines, open channels to them in the provider's order, return the wire."""
-        connection_file = place.wait_for_controller()
-        on_silence = None if place.tells_ends else self._on_silence
+        connection_file = provider.wait_for_controller()
+        on_silence = None if provider.tells_ends else self._on_silence
         connecting: Future[Wire] = Future()
 
         def connect() -> None:
@@ -276,26 +276,26 @@ class Cluster:
             connecting.add_done_callback(_close)
             raise
         except TimeoutError as error:
-            ended = place.ending(None)
+            ended = provider.ending(None)
             late = ended or f"the controller has not answered within {self._start_timeout_s:.0f} s"
-            raise ClusterError(f"{late}{place.advice(None)}") from error
+            raise ClusterError(f"{late}{provider.advice(None)}") from error
         self._channels = Channels(wire, ())  # so that the wire is closed if the next line fails
-        self._open_channels(place, wire, place.wait_for_engines(wire.engines))
+        self._open_channels(provider, wire, provider.wait_for_engines(wire.engines))
         return wire
 
-    def _open_channels(self, place: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
+    def _open_channels(self, provider: EngineProvider, wire: Wire, engines: tuple[str, ...]) -> None:
         """Open channels to ``engines``, by rank.
 
         One assignment: the threads that report deaths never see engines without their channels.
         """
         self._channels = Channels(wire, engines)
         for rank in range(len(engines)):  # it may have ended before its channel was open
-            if not place.is_running(rank):
+            if not provider.is_running(rank):
                 self._on_exit(rank)
         for engine in set(engines) - set(wire.engines()):
             self._on_gone(engine)
 
-    def _join(self, place: EngineProvider, wire: Wire) -> tuple[ConnectReply, ...]:
+    def _join(self, provider: EngineProvider, wire: Wire) -> tuple[ConnectReply, ...]:
         """Join the running ranks of an attached cluster; hold them, or only view them if another notebook does.
 
         Returns:
@@ -307,7 +307,7 @@ class Cluster:
         """
         if self._target is None:
             return ()
-        world = self._find_world(place)
+        world = self._find_world(provider)
         if world is None:
             if self._looks:
                 raise UsageError("its engines are no ranks yet: there is nothing to view")
@@ -318,7 +318,7 @@ class Cluster:
                 f"or attach, %fsdp stop (the engines keep running), and attach again with -n"
             )
         self.num_ranks = len(world.engines)
-        self._open_channels(place, wire, world.engines)
+        self._open_channels(provider, wire, world.engines)
         if self._looks:
             self._holder = world.holder
             return world.ranks
@@ -327,7 +327,7 @@ class Cluster:
         self._holder = next((holder for holder in holders if holder not in {None, holder_here()}), None)
         return world.ranks
 
-    def _find_world(self, place: EngineProvider) -> World | None:
+    def _find_world(self, provider: EngineProvider) -> World | None:
         """Return the world of the engines, None if they are no ranks; busy engines reply on their control channel."""
         channels = self._reach()
         answers = self._survey(channels, counts_devices=False)  # counting imports torch, which may take long
@@ -340,7 +340,7 @@ class Cluster:
             silent = [rank for rank in busy if rank not in reported and not answers.done(rank)]
             if silent and time.monotonic() > until:
                 raise ClusterError(
-                    f"{len(silent)} of {len(channels.engines)} engines do not answer{place.advice(None)}"
+                    f"{len(silent)} of {len(channels.engines)} engines do not answer{provider.advice(None)}"
                 )
         others = sorted(set(answers.ranks) - set(reported))
         reported |= {rank: one.world for rank, one in zip(others, self._infos(answers, others), strict=True)}
@@ -373,11 +373,11 @@ class Cluster:
     def _infos(answers: PendingReplies, ranks: Iterable[int]) -> list[EngineInfo]:
         return [decode(EngineInfo, json.loads(answers.result(rank)), f"engine {rank}") for rank in sorted(ranks)]
 
-    def _seat(self, place: EngineProvider, wire: Wire) -> dict[int, Boot]:
+    def _seat(self, provider: EngineProvider, wire: Wire) -> dict[int, Boot]:
         """Survey the engines, assign a rank to each, and return the boot request of each rank."""
         channels = self._reach()
         answers = self._survey(channels, counts_devices=self.device != HOST)
-        self._wait(place, answers, "report its host and versions")
+        self._wait(provider, answers, "report its host and versions")
         found = dict(zip(channels.engines, self._infos(answers, answers.ranks), strict=True))
         seated = seats(found, self.num_ranks if self._target is None else self._num_wanted)
         self.num_ranks = len(seated)
@@ -385,44 +385,44 @@ class Cluster:
             raise ClusterError("\n".join(wrong))
         engines = tuple(seat.engine for seat in seated)
         if engines != channels.engines:
-            self._open_channels(place, wire, engines)
+            self._open_channels(provider, wire, engines)
         return boots(seated, self.device, self._interface)
 
-    def _boot(self, place: EngineProvider, requests: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
+    def _boot(self, provider: EngineProvider, requests: Mapping[int, Boot]) -> tuple[ConnectReply, ...]:
         """Build the process group and set up the control channels; return the reply of each rank when it connected."""
         named = {rank: replace(request, session=self._session) for rank, request in requests.items()}
-        booted = self._begin(place, named)
+        booted = self._begin(provider, named)
         address = booted[0]
         if address is None:
             raise ClusterError("rank 0 did not send the address of the process group")
-        connected = self._begin(place, dict.fromkeys(requests, Connect(address=address)))
+        connected = self._begin(provider, dict.fromkeys(requests, Connect(address=address)))
         info = tuple(connected.values())
-        self._install(place, info)
+        self._install(provider, info)
         return info
 
-    def _install(self, place: EngineProvider, info: tuple[ConnectReply, ...]) -> None:
+    def _install(self, provider: EngineProvider, info: tuple[ConnectReply, ...]) -> None:
         """Set up the control channel of every rank."""
         world = encode(World(engines=self._reach().engines, ranks=info, holder=holder_here()))
         look_at = lookouts(info)
         handler = f"{self._runtime}:handle_request"
         args = {rank: (handler, world, encode(look_at.get(rank, {}))) for rank in range(len(info))}
-        self._on_all(place, INSTALL, args)
+        self._on_all(provider, INSTALL, args)
 
-    def _begin(self, place: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
+    def _begin(self, provider: EngineProvider, requests: Mapping[int, RankRequest[R]]) -> dict[int, R]:
         """Run a start request in the main thread of every rank, and return the replies."""
         word, reply = requests[0].word, requests[0].reply
         args = {rank: (encode(request),) for rank, request in requests.items()}
-        answers = self._on_all(place, f"{self._runtime}:{word}", args)
+        answers = self._on_all(provider, f"{self._runtime}:{word}", args)
         try:
             return {rank: decode(reply, answer, f"reply of rank {rank}") for rank, answer in answers.items()}
         except ValueError as wrong:
             raise ClusterError(f"a rank sent an invalid reply to {word!r}: {wrong}") from wrong
 
-    def _on_all(self, place: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
+    def _on_all(self, provider: EngineProvider, name: str, args: dict[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``name`` on every rank during the start; the first failure ends the start."""
         pending = self._reach().call(name, args)
         try:
-            self._wait(place, pending, f"finish {name}")
+            self._wait(provider, pending, f"finish {name}")
         except ClusterError:
             if self._rank_info:  # ranks that were to begin again wait for one that does not
                 living = [rank for rank, is_alive in enumerate(self.alive()) if is_alive]
@@ -431,10 +431,10 @@ class Cluster:
             raise
         return pending.results()
 
-    def _wait(self, place: EngineProvider, pending: PendingReplies, what: str) -> None:
+    def _wait(self, provider: EngineProvider, pending: PendingReplies, what: str) -> None:
         """Wait for ``pending`` during the start; the first failure ends the start."""
         while not (is_done := pending.wait(NOTICE_S, or_error=True)):
-            if place.is_overdue() or any(map(pending.error, pending.ranks)):
+            if provider.is_overdue() or any(map(pending.error, pending.ranks)):
                 break
             self._notice(len(pending.ranks), "connecting the ranks")
         try:
@@ -445,7 +445,7 @@ class Cluster:
             raise ClusterError(f"rank {error.rank} did not start: {error.ename}: {error.evalue}") from error
         if not is_done:
             late = [rank for rank in pending.ranks if not pending.done(rank)]
-            raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{place.advice(*late)}")
+            raise ClusterError(f"{ranks_in_words(late)} did not {what} in time{provider.advice(*late)}")
 
     def _notice(self, num_ranks: int | None, detail: str) -> None:
         """Report what a start or an attach waits for; ``num_ranks`` None means all engines."""
@@ -467,19 +467,19 @@ class Cluster:
         left = [""]
         with CountInterrupts() as interrupts, ExitStack() as last:  # last line first; each runs even if another raises
             last.callback(self._forget)
-            if self._place is not None:
-                last.callback(self._end, self._place, left)
+            if self._provider is not None:
+                last.callback(self._end, self._provider, left)
             if self._channels is not None:
                 last.callback(self._channels.close)
-                if self._place is not None and self._place.is_remote:
+                if self._provider is not None and self._provider.is_remote:
                     last.callback(self._channels.shut_down_engines)
                 last.callback(self._shut_down, self._channels)
         if interrupts.count:
             raise Interrupted("\n".join(filter(None, ["Interrupted, but the ranks are stopped", left[-1]])))
         return left[-1]
 
-    def _end(self, place: EngineProvider, left: list[str]) -> None:
-        left.append(place.end())
+    def _end(self, provider: EngineProvider, left: list[str]) -> None:
+        left.append(provider.end())
         for rank in range(self.num_ranks):  # of ranks that were killed, on this host
             private_file(self._session, rank).unlink(missing_ok=True)
 
@@ -504,7 +504,7 @@ class Cluster:
     def _forget(self) -> None:
         atexit.unregister(self._stop_at_exit)
         self._holder, self._is_free, self._looks = None, False, False
-        self._place = self._channels = None
+        self._provider = self._channels = None
         self._rank_info = ()
 
     def _shut_down(self, channels: Channels) -> None:
@@ -527,27 +527,27 @@ class Cluster:
 
     def _on_exit(self, rank: int | None) -> None:
         """Mark ranks lost whose process has ended (None: the controller's, so all); called in a separate thread."""
-        place, channels = self._place, self._channels
-        if place is None or channels is None:
+        provider, channels = self._provider, self._channels
+        if provider is None or channels is None:
             return
-        how = f"{'cannot be reached' if rank is None else 'died'}: {place.ending(rank)}"
+        how = f"{'cannot be reached' if rank is None else 'died'}: {provider.ending(rank)}"
         for lost in range(len(channels.engines)):
             if rank in {None, lost}:
-                self._lose(channels, lost, how, place.log_tail(rank))
+                self._lose(channels, lost, how, provider.log_tail(rank))
 
     def _on_silence(self) -> None:
         """Mark all ranks lost, as the controller sends no heartbeat any more; called in a separate thread."""
-        place, channels = self._place, self._channels
-        if place is None or channels is None:
+        provider, channels = self._provider, self._channels
+        if provider is None or channels is None:
             return
-        how = place.ending(None) or "the cluster's controller has ended, or its host is gone"
+        how = provider.ending(None) or "the cluster's controller has ended, or its host is gone"
         for rank in range(len(channels.engines)):
-            self._lose(channels, rank, f"cannot be reached: {how}", place.log_tail(None))
+            self._lose(channels, rank, f"cannot be reached: {how}", provider.log_tail(None))
 
     def _on_gone(self, engine: str) -> None:
         """Mark the rank of an engine lost that the controller reports gone; called in the client's IO thread."""
-        place, channels = self._place, self._channels
-        if place is None or channels is None or engine not in channels.engines:
+        provider, channels = self._provider, self._channels
+        if provider is None or channels is None or engine not in channels.engines:
             return
         rank = channels.engines.index(engine)
         info = self._rank_info
@@ -558,7 +558,7 @@ class Cluster:
                 how = f"died: the process{host} has ended" + (f": {why}" if why else ", or its host is gone")
                 self._lose(channels, rank, how, "")
 
-        place.ask_why_gone(report)
+        provider.ask_why_gone(report)
 
     def _watch_hosts(self, channels: Channels, rank: int, known: frozenset[str], silent: Sequence[str] = ()) -> None:
         """Mark the ranks on ``silent`` hosts lost, and poll ``rank`` for further silent hosts.
@@ -607,7 +607,7 @@ class Cluster:
     @property
     def one_job(self) -> str:
         """The launcher that starts and ends all ranks as one job, which cannot be replaced alone; empty: each can."""
-        return "" if self._place is None else self._place.one_job
+        return "" if self._provider is None else self._provider.one_job
 
     def _ask_who_holds(self, channels: Channels) -> None:
         """Check every ``_WHO_S`` seconds whether another notebook has taken or released attached ranks."""
@@ -638,10 +638,10 @@ class Cluster:
 
     def alive(self) -> tuple[bool, ...]:
         """Return for each rank whether its process runs and can be reached; all False when not started."""
-        place, channels = self._place, self._channels
-        if place is None or channels is None:
+        provider, channels = self._provider, self._channels
+        if provider is None or channels is None:
             return (False,) * self.num_ranks
-        return tuple(place.is_running(rank) and not channels.is_lost(rank) for rank in range(self.num_ranks))
+        return tuple(provider.is_running(rank) and not channels.is_lost(rank) for rank in range(self.num_ranks))
 
     def losses(self) -> dict[int, str]:
         """Return how each lost rank was lost, such as ``died: the process was killed by SIGKILL (...)``."""

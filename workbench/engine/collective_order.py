@@ -21,10 +21,10 @@ does not depend on the number of ranks.
 
 Ranks that follow the tree do not read the board. A rank that waits for a collective reads it in its wait slices: a
 question about a place that this rank passed without asking is a difference, because trees are equal on all ranks. The
-rank then votes for its own collective there, so that the asking ranks see the difference. Only then do all ranks pin
-notes, each with its own collective, and read all of them for the message. A rank that sees a difference notifies all of
-its groups and raises. A rank that ends an iteration without asking may never poll again: it pins a note at once, and
-asking ranks read the others' notes in turn.
+rank then votes for its own collective there, so that the asking ranks see the difference. Only then do all ranks
+publish notes, each with its own collective, and read all of them for the message. A rank that sees a difference
+notifies all of its groups and raises. A rank that ends an iteration without asking may never poll again: it publishes a
+note at once, and asking ranks read the others' notes in turn.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Tally:
         return self.total == self.count * _vote(text)
 
 
-class Board:
+class MessageBoard:
     """Notes and tallies that the ranks of a group exchange through the group's own ``store``.
 
     Each rank has one *note*; a new one replaces it. A *tally* belongs to a question, identified by its serial. A
@@ -238,14 +238,14 @@ class Board:
         self._next_reader = itertools.cycle([*range(rank + 1, size), *range(rank)])
         self._own: deque[tuple[int, str]] = deque()  # (serial, key) that this rank has made and will delete
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank of the group has a board: after that no read can block.
 
         Raises:
             StepAborted: the wait was cancelled; this rank may call again and counts once.
         """
         is_new = not self._is_there(f"note/{self._rank}")
-        self.pin("[]")
+        self.publish("[]")
         if self._rank == 0:
             self._set("question", "[]")
             self._add("left", 0)
@@ -318,7 +318,7 @@ class Board:
 
     # ---- notes
 
-    def pin(self, text: str) -> None:
+    def publish(self, text: str) -> None:
         """Replace this rank's note with ``text``."""
         self._set(f"note/{self._rank}", text)
 
@@ -343,7 +343,7 @@ class Board:
         if self._add("left", 0):
             raise RanksDisagreeError(self._get("why"))
 
-    def take_down(self) -> None:
+    def withdraw(self) -> None:
         """Delete this rank's keys; no rank may read them any more."""
         common = ("question", "left", "why", "met") if self._rank == 0 else ()
         for key in (f"note/{self._rank}", *(key for _, key in self._own), *common):
@@ -390,7 +390,7 @@ class OrderCheck:
         is_part: there are ranks outside the group.
     """
 
-    def __init__(self, board: Board, ranks: tuple[int, ...], rank: int, *, is_part: bool) -> None:
+    def __init__(self, board: MessageBoard, ranks: tuple[int, ...], rank: int, *, is_part: bool) -> None:
         self._board = board
         self._ranks = ranks
         self._rank = rank
@@ -479,12 +479,12 @@ class OrderCheck:
         try:
             self.before(END)
             if serial == self._serial:  # ended without asking: leave a note for ranks that ask in this iteration
-                self._board.pin(BoardEntry(serial, place, END).text())
+                self._board.publish(BoardEntry(serial, place, END).text())
         except StoreLost:
             tree.here = tree.here if tree.here.collective == END else tree.here.grow(END)
         tree.end_iteration()
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Check whether a rank asks about a place that this one has passed; raises as :meth:`before`.
 
         No-op once the store is lost: its host may have ended well, and a wait for a rank that has not fails by itself.
@@ -536,7 +536,7 @@ class OrderCheck:
                 done = own.collective if own and own.place == place else self._tree.collective_at(place)
                 is_first = answer is None
                 answer = BoardEntry(self._serial, place, done or _DROPPED)
-                self._board.pin(answer.text())
+                self._board.publish(answer.text())
                 if own is None and is_first:
                     self._board.vote(self._serial, answer.text())  # asking ranks read the tally
             notes = sorted({**others, self._rank: answer}.items())
@@ -569,7 +569,7 @@ class OrderCheck:
 
     def close(self) -> None:
         """Delete this rank's keys from the store; all ranks of the group must have stopped reading them."""
-        self._board.take_down()
+        self._board.withdraw()
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -52,7 +52,7 @@ class Peers(Protocol):
     def compare(self, collective: Collective, text: str) -> list[str]:
         """Return every rank's text, in group order; collective."""
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raise RanksDisagreeError if another rank issues a different collective than this one did."""
 
     def give_up(self, error: BaseException) -> None:
@@ -146,10 +146,10 @@ class StageKeeper(Protocol):
     """A communication whose buffers are in memory that it keeps, and that counts as RESERVED while unused.
 
     Attributes:
-        lease: handle of that memory; None while there is none.
+        handle: handle of that memory; None while there is none.
     """
 
-    lease: BufferHandle | None
+    handle: BufferHandle | None
 
 
 _OF_ANY = CommTraits()

@@ -24,12 +24,12 @@ class RecordedForward:
     """A forward that autograd has recorded; its graph keeps it alive.
 
     Attributes:
-        homes: buffers of the full parameters, for each unit of the call.
+        buffer_sets: buffers of the full parameters, for each unit of the call.
         before: the state whose forward ended just before and whose backward comes next; None without one.
     """
 
-    def __init__(self, homes: Sequence[BufferSet]) -> None:
-        self.homes = homes
+    def __init__(self, buffer_sets: Sequence[BufferSet]) -> None:
+        self.buffer_sets = buffer_sets
         self.before: Any = None  # FSDPState
 
 

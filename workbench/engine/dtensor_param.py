@@ -266,11 +266,11 @@ class DTensorParam(FSDPParam):
         spec = make_spec(mesh.mesh, mesh.placements(Shard(layout.dim)), self.full.data)
         return nn.Parameter(dtensor_of(local, spec), requires_grad=self.trainable)
 
-    def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
+    def add_sharded_grad(self, local_grad: torch.Tensor, handle: object) -> None:
         """Accumulate ``local_grad`` (this rank's rows) into the DTensor's gradient."""
         if self.sharded_param.grad is None:
             self.sharded_param.grad = dtensor_of(local_grad, with_dtype(self.spec, local_grad.dtype))
-            self.sharded_param.grad._workbench_lease = lease  # type: ignore[attr-defined]
+            self.sharded_param.grad._workbench_handle = handle  # type: ignore[attr-defined]
         else:
             local_of(cast("DTensor", self.sharded_param.grad)).add_(local_grad)
 

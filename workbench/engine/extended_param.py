@@ -337,15 +337,15 @@ class ExtendedParamGroup(FSDPParamGroup):
             probe.memory(Category.UNSHARDED_PARAMS, self.index, -freed)
             self._counted -= freed
 
-    def go_to(self, home: BufferSet) -> None:
+    def switch_to(self, buffers: BufferSet) -> None:
         """Check that the full parameters are those of the forward whose backward runs next.
 
         Raises:
             RuntimeError: they are not, or the unit was retired.
         """
-        if home is not self.buffers.current:
+        if buffers is not self.buffers.current:
             raise RuntimeError(
                 f"unit {self.title!r} got other parameters or another policy between this forward and its backward, "
                 "and its parameters define their own all-gather: run the forward again"
             )
-        super().go_to(home)
+        super().switch_to(buffers)

@@ -54,7 +54,7 @@ class FlatShard:
         self._unit = unit
         self._params = params
         self.numel = sum(p.slot_numel for p in params)
-        self._lease: probe.BufferHandle | None = None
+        self._handle: probe.BufferHandle | None = None
 
     def _make(self, dtype: torch.dtype, device: torch.device, policy: UnitPolicy) -> tuple[torch.Tensor, ...]:
         """Create a flat tensor of zeros and return its slots; zeros, because collectives also send the padding."""
@@ -65,7 +65,7 @@ class FlatShard:
         else:
             flat = torch.zeros(self.numel, dtype=dtype, device=place, pin_memory=pin)
         self.flat = flat
-        self._lease = None if flat.is_meta else self._leased(flat.nbytes)
+        self._handle = None if flat.is_meta else self._counted(flat.nbytes)
         return self._slots()
 
     def _place(self, device: torch.device, policy: UnitPolicy) -> tuple[torch.device, bool]:
@@ -80,7 +80,7 @@ class FlatShard:
         slots = self.flat.split([p.slot_numel for p in self._params])
         return slots if self.flat.is_meta else tuple(map(in_own_storage, slots))
 
-    def _leased(self, num_bytes: int) -> probe.BufferHandle:
+    def _counted(self, num_bytes: int) -> probe.BufferHandle:
         return probe.BufferHandle(Category.SHARDED_PARAMS, self._unit, num_bytes)
 
     @torch.no_grad()
@@ -101,7 +101,7 @@ class FlatShard:
         """Make the shards' bytes count as alive as long as one of the parameters is referenced."""
         for param in self._params:
             for holder in param.holders:
-                holder._workbench_lease = self._lease  # type: ignore[attr-defined]
+                holder._workbench_handle = self._handle  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def adopt_registered(self, policy: UnitPolicy, *, fresh: bool) -> bool:
@@ -163,10 +163,10 @@ class FlatShard:
             ScatteredShard([p.slot_numel for p in self._params], first.dtype, first.device, pairs),
             None,
         )
-        unleased = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_lease")]
-        self._lease = self._leased(storages_nbytes(unleased))  # flat tensors keep their own handle while referenced
-        for holder in unleased:
-            holder._workbench_lease = self._lease  # type: ignore[attr-defined]
+        uncounted = [h for p in self._params for h in p.holders if not hasattr(h, "_workbench_handle")]
+        self._handle = self._counted(storages_nbytes(uncounted))  # flat tensors keep their own handle while referenced
+        for holder in uncounted:
+            holder._workbench_handle = self._handle  # type: ignore[attr-defined]
 
 
 def _pairs(params: Sequence[FSDPParam], slots: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

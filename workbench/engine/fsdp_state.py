@@ -449,11 +449,11 @@ class FSDPState:
             state.enter_backward_around()
         self.training_state = TrainingState.PRE_BACKWARD
         units = []
-        for unit, home in zip(self.units, forward.homes, strict=True):
+        for unit, buffers in zip(self.units, forward.buffer_sets, strict=True):
             if unit.training_state is TrainingState.PRE_BACKWARD:  # by another output or forward, or an inner grad
-                unit.enter_backward(home)
+                unit.enter_backward(buffers)
             else:
-                unit.pre_backward(home)
+                unit.pre_backward(buffers)
                 units.append(unit)
         if units:
             before = () if forward.before is None else (forward.before,)

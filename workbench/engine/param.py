@@ -336,8 +336,8 @@ class FSDPParam(ABC):
         return any(param.grad is not None for param in self.owned)
 
     @abstractmethod
-    def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
-        """Accumulate ``local_grad`` (this rank's rows) in the owned parameters; ``lease`` lives as long as it does."""
+    def add_sharded_grad(self, local_grad: torch.Tensor, handle: object) -> None:
+        """Accumulate ``local_grad`` (this rank's rows) in the owned parameters; ``handle`` lives as long as it does."""
 
     @property
     def global_shape(self) -> Sequence[int]:

@@ -511,24 +511,24 @@ class FSDPParamGroup:
         """Note that backward recomputes the forward, from the buffers that hold the full parameters now."""
         self._recomputed_in = self.buffers.current
 
-    def go_to(self, home: BufferSet) -> None:
+    def switch_to(self, buffers: BufferSet) -> None:
         """Switch to the buffers of the forward whose backward runs next, or those it was recomputed in.
 
         Raises:
             RuntimeError: the unit was retired since.
         """
         self._check_not_retired()
-        self.buffers.go_to(self._recomputed_in or home, self.comm_ctx.pages)
+        self.buffers.switch_to(self._recomputed_in or buffers, self.comm_ctx.pages)
 
-    def pre_backward(self, home: BufferSet) -> None:
-        """Prepare the backward of a forward that ran in ``home``: unshard the parameters."""
+    def pre_backward(self, buffers: BufferSet) -> None:
+        """Prepare the backward of a forward that ran in ``buffers``: unshard the parameters."""
         self.training_state = TrainingState.PRE_BACKWARD
         probe.phase(Phase.PRE_BACKWARD)
-        self.enter_backward(home)
+        self.enter_backward(buffers)
 
-    def enter_backward(self, home: BufferSet) -> None:
-        """Switch to ``home`` and unshard there, if the backward of a forward that ran in it needs the values."""
-        self.go_to(home)
+    def enter_backward(self, buffers: BufferSet) -> None:
+        """Switch to ``buffers`` and unshard there, if the backward of a forward that ran in it needs the values."""
+        self.switch_to(buffers)
         if self.unshard_in_backward:
             self.unshard()
             self.wait_for_unshard()

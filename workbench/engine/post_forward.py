@@ -34,7 +34,7 @@ class PostForwardShard:
         self._layouts = [cast("ShardLayout", p.post_forward) for p in params]
         sizes = [layout.slot_numel for layout in self._layouts]
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self._lease = probe.BufferHandle(Category.SHARDED_PARAMS, unit, self.flat.nbytes)
+        self._handle = probe.BufferHandle(Category.SHARDED_PARAMS, unit, self.flat.nbytes)
         for param, slot in zip(params, self.flat.split(sizes), strict=True):
             param.to_sharded(param.post_forward_form(slot, mesh_info))
 

@@ -64,10 +64,10 @@ class BufferHandle:
         return self._num_bytes
 
     @property
-    def is_told(self) -> bool:
+    def is_announced(self) -> bool:
         """True if the probe that saw the allocation is still active."""
         return self._probe is active
 
     def __del__(self) -> None:
-        if self.is_told:
+        if self.is_announced:
             memory(self._category, self._unit, -self._num_bytes, self._owner)

@@ -24,7 +24,7 @@ from workbench.engine._torch import default_store, new_group
 from workbench.engine.backends import backend_of, device_here
 from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Transport
 from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
-from workbench.engine.collective_order import Board, Collective, OrderCheck
+from workbench.engine.collective_order import Collective, MessageBoard, OrderCheck
 from workbench.engine.errors import RanksDisagreeError
 from workbench.events import GROUP_INDICES, Comm, Edge, Kind
 
@@ -101,8 +101,8 @@ class CommGroup:
         """Start a new order check, without the order so far."""
         old, self._order_check = self._order_check, None
         if self.size > 1 and dist.get_backend() != SIMULATED:  # a simulated world has one rank
-            board = Board(store, self.rank, self.size)
-            board.meet()
+            board = MessageBoard(store, self.rank, self.size)
+            board.barrier()
             self._order_check = OrderCheck(board, self.ranks, self.rank, is_part=self.size < dist.get_world_size())
         if old is not None:
             old.close()  # all ranks have met at the new board: none reads the old one
@@ -232,13 +232,13 @@ class CommGroup:
             return
         if not self._transport.host_waits and time.monotonic() > self._next_look_s:
             self._next_look_s = time.monotonic() + SLICE_S
-            self._order_check.look()
+            self._order_check.check_peers()
         self._order_check.before(collective)
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raise RanksDisagreeError if another rank's collectives differ from this one's; called in wait slices."""
         if self._order_check is not None:
-            self._order_check.look()
+            self._order_check.check_peers()
 
     def give_up(self, error: BaseException) -> None:
         """Refuse further collectives on all groups of this rank; notify their ranks if ranks disagree."""

@@ -142,12 +142,12 @@ class PartialSum:
     Attributes:
         params: the parameters with a gradient, in the order of their unit.
         output: ``[S]``, their slots one after another.
-        lease: handle for the output's bytes.
+        handle: handle for the output's bytes.
     """
 
     params: list[FSDPParam]
     output: torch.Tensor
-    lease: probe.BufferHandle
+    handle: probe.BufferHandle
 
     def slots(self) -> Iterator[tuple[FSDPParam, torch.Tensor]]:
         """Yield each parameter with its slot."""
@@ -271,10 +271,10 @@ class Reducer:
             grad = self._copy_to_host(grad)
             if any(p.has_sharded_grad or any(map(has_post_accumulate_hooks, p.owned)) for p in params):
                 self.wait_for_host()  # accumulation or hooks read it below
-        lease = total.lease
+        handle = total.handle
         if grad is not total.output:
-            lease = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
-        set_sharded_grads(params, grad, lease)
+            handle = probe.BufferHandle(Category.SHARDED_GRADS, self.unit.index, grad.nbytes)
+        set_sharded_grads(params, grad, handle)
 
     def _copy_to_host(self, grad: torch.Tensor) -> torch.Tensor:
         """Start copying ``grad`` ``[S]`` to the host; read the copy only after :meth:`wait_for_host`."""
@@ -316,7 +316,7 @@ class ReduceScatterState:
         chunks: its input ``[F * S]``, or less, see :attr:`CommTraits.own_in_output`; must stay alive until it ends.
         staged_nbytes: bytes that it holds in flight.
         output: ``[S]``.
-        lease: handle for the output's bytes.
+        handle: handle for the output's bytes.
     """
 
     then: AllReducePlan
@@ -325,7 +325,7 @@ class ReduceScatterState:
     chunks: torch.Tensor
     staged_nbytes: int
     output: torch.Tensor
-    lease: probe.BufferHandle
+    handle: probe.BufferHandle
     pending: PendingWork
 
     def finish(self) -> ShardSum:
@@ -341,7 +341,7 @@ class ReduceScatterState:
         probe.event(Kind.COPY_OUT, Edge.END, unit.index, self.output.nbytes)
         _count_staging(self.reduce, unit, self.chunks, self.staged_nbytes, -1)
         give_back(self.reduce, self.chunks)
-        return ShardSum(self.then, PartialSum(self.params, self.output, self.lease))
+        return ShardSum(self.then, PartialSum(self.params, self.output, self.handle))
 
     def drain(self) -> None:
         """Wait and drop the sum; raises as :meth:`finish`."""
@@ -483,13 +483,13 @@ def foreach_reduce(
         for part in (chunks,) if own is None else (chunks, own):
             scaling.before(part)
         output = torch.empty(slot_numel, dtype=dtype, device=device) if own is None else own
-        lease = probe.BufferHandle(reducer.category(params, dtype, device), unit.index, output.nbytes)
+        handle = probe.BufferHandle(reducer.category(params, dtype, device), unit.index, output.nbytes)
         kind, num_bytes = Kind.REDUCE_SCATTER, slot_numel * group.size * dtype.itemsize
         collective = Collective(kind.words + _without(unused), unit.name, num_bytes)
         pending = group.issue(
             reduce, output, chunks, collective=collective, op=scaling.scatter_op, kind=kind, unit=unit.index
         )
-    return ReduceScatterState(then, params, reduce, chunks, staged_nbytes, output, lease, pending)
+    return ReduceScatterState(then, params, reduce, chunks, staged_nbytes, output, handle, pending)
 
 
 def _laid_out(reducer: Reducer, params: list[FSDPParam], grads: list[Grads], dtype: torch.dtype) -> PartialSum:
@@ -509,8 +509,8 @@ def _count_staging(reduce: ReduceScatter, unit: UnitId, chunks: torch.Tensor, nu
     ``chunks`` may be in a buffer that ``reduce`` keeps and that counts as reserved while unused.
     """
     probe.memory(Category.REDUCE_SCATTER_BUFFERS, unit.index, sign * num_bytes)
-    lease = cast("StageKeeper", reduce).lease if traits_of(reduce).keeps_stages else None
-    if lease is not None and lease.is_told:
+    handle = cast("StageKeeper", reduce).handle if traits_of(reduce).keeps_stages else None
+    if handle is not None and handle.is_announced:
         probe.memory(Category.RESERVED, probe.NO_UNIT, -sign * chunks.nbytes)
 
 
@@ -629,7 +629,7 @@ class ReductionQueue:
 # ---- the end
 
 
-def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, lease: probe.BufferHandle) -> None:
-    """Add to each parameter's gradient its part of ``flat_grad`` ``[S]``; ``lease`` ends with the last part."""
+def set_sharded_grads(params: Sequence[FSDPParam], flat_grad: torch.Tensor, handle: probe.BufferHandle) -> None:
+    """Add to each parameter's gradient its part of ``flat_grad`` ``[S]``; ``handle`` ends with the last part."""
     for param, slot in zip(params, flat_grad.split_with_sizes([p.slot_numel for p in params]), strict=True):
-        param.add_sharded_grad(param.local_view(slot), lease)
+        param.add_sharded_grad(param.local_view(slot), handle)

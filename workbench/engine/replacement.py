@@ -182,30 +182,30 @@ class Replacement:
 
     def _fill(self, unit: FSDPParamGroup) -> None:
         """Give a new unit its shards."""
-        home = CPU if unit.policy.offloads else unit.device
+        device = CPU if unit.policy.offloads else unit.device
         params = [cast("DTensorParam", param) for param in unit.fsdp_params]
         pairs = [(param, self._old_of(param)) for param in params]
         is_new = []
         for param, old in pairs:
-            given = self._handed_over(param, old, home)
+            given = self._handed_over(param, old, device)
             is_new.append(given is not old.sharded_param)
             param.info.register(given)
         unit.adopt_registered(fresh=all(is_new))
         moved = [(param, grad) for param, old in pairs if (grad := self._grad_to_move(param, old)) is not None]
         if moved:
-            _set_grads(unit, moved, home)
+            _set_grads(unit, moved, device)
 
-    def _handed_over(self, param: DTensorParam, old: DTensorParam, home: torch.device) -> nn.Parameter:
+    def _handed_over(self, param: DTensorParam, old: DTensorParam, device: torch.device) -> nn.Parameter:
         """Return the parameter that replaces the new unit's meta parameter."""
         source = cast("DTensor", old.sharded_param)
         local = local_of(source)
         same_layout = (source.device_mesh, source.placements) == (param.spec.mesh, param.spec.placements)
-        if same_layout and (local.is_meta or local.device == home):
+        if same_layout and (local.is_meta or local.device == device):
             return old.sharded_param
         if local.is_meta:
             new = param.sharded_param
         else:
-            data = laid_out(source, param.spec.mesh, param.spec.placements, home)
+            data = laid_out(source, param.spec.mesh, param.spec.placements, device)
             new = nn.Parameter(data, requires_grad=old.trainable)
             share_grad_dtype(old.sharded_param, new)
         share_post_accumulate_hooks(old.sharded_param, new)
@@ -284,16 +284,16 @@ def _stand_in(param: DTensorParam) -> nn.Parameter:
     return stand_in
 
 
-def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor]], home: torch.device) -> None:
+def _set_grads(unit: FSDPParamGroup, grads: Sequence[tuple[DTensorParam, DTensor]], device: torch.device) -> None:
     """Set the old parameters' gradients on the new ones, in one flat tensor for each dtype."""
     for dtype in dict.fromkeys(grad.dtype for _, grad in grads):
         own = [(param, grad) for param, grad in grads if grad.dtype == dtype]
         sizes = [param.slot_numel for param, _ in own]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=home)
-        lease = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        handle = probe.BufferHandle(Category.SHARDED_GRADS, unit.index, flat.nbytes)
         for (param, grad), slot in zip(own, flat.split(sizes), strict=True):
-            param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, home)))
-        set_sharded_grads([param for param, _ in own], flat, lease)
+            param.local_view(slot).copy_(local_of(laid_out(grad, param.spec.mesh, param.spec.placements, device)))
+        set_sharded_grads([param for param, _ in own], flat, handle)
 
 
 def _carry_unit_settings(old: FSDPState, new: FSDPState) -> None:

@@ -155,7 +155,7 @@ class UnitBuffers:
             self._show(self.usual)
 
     @unrecorded
-    def go_to(self, buffers: BufferSet, pages: SparePages) -> None:
+    def switch_to(self, buffers: BufferSet, pages: SparePages) -> None:
         """Switch to the buffers that the next graph points into, with the values; they may be of an earlier policy."""
         before = self.current
         if before is buffers:

@@ -37,7 +37,7 @@ from workbench.importers.kineto_collectives import (
     reshards_of,
 )
 from workbench.importers.kineto_profile import MAX_NS, MAX_SPANS, Profile, read_profile
-from workbench.importers.rank_rows import NO_UNIT, EventRow, GroupTable, RankRows, Stretch
+from workbench.importers.rank_rows import NO_UNIT, EventRow, GroupTable, Period, RankRows
 from workbench.trace.columns import Trace
 from workbench.trace.read_recording import aligned, missing_ranks
 from workbench.trace.recording import RunStart
@@ -184,13 +184,13 @@ def _lacks(
         yield "times of the device are those of its kernels; what is between two of them is not known"
 
 
-def _moved(stretches: Sequence[Stretch], origin: int) -> list[Stretch]:
+def _moved(stretches: Sequence[Period], origin: int) -> list[Period]:
     return [
-        Stretch(begin_ns=each.begin_ns - origin, end_ns=each.end_ns - origin, value=each.value) for each in stretches
+        Period(begin_ns=each.begin_ns - origin, end_ns=each.end_ns - origin, value=each.value) for each in stretches
     ]
 
 
-def _phases(labels: Sequence[Label], profile: Profile) -> list[Stretch]:
+def _phases(labels: Sequence[Label], profile: Profile) -> list[Period]:
     """Return the phases, from the labels that begin or end one."""
     marks = [(span.begin_ns, Phase.OPTIMIZER) for span in profile.optimizers]
     marks += [(span.end_ns, Phase.IDLE) for span in profile.optimizers]
@@ -206,7 +206,7 @@ def _phases(labels: Sequence[Label], profile: Profile) -> list[Stretch]:
                 marks.append((label.end_ns, Phase.IDLE))
     marks.sort()
     return [
-        Stretch(begin_ns=begin + 1, end_ns=end, value=phase)
+        Period(begin_ns=begin + 1, end_ns=end, value=phase)
         for (begin, phase), (end, _) in pairwise([*marks, (MAX_NS * 2, Phase.IDLE)])
         if end > begin
     ]
@@ -318,7 +318,7 @@ class _RankBuilder:
             self._unsharding.remove(label.unit)
             self._rows.add(Kind.UNSHARD, Edge.END, label.end_ns, unit)
 
-    def add_steps(self, labels: Sequence[Label], found: Sequence[ProfiledCollective]) -> list[Stretch]:
+    def add_steps(self, labels: Sequence[Label], found: Sequence[ProfiledCollective]) -> list[Period]:
         """Add the steps of optimizers and of the training; return the latter."""
         for span in self._profile.optimizers:
             self._rows.span(Kind.OPTIMIZER, span.begin_ns, span.end_ns)
@@ -374,19 +374,19 @@ class _DeviceClock:
         return max(t_ns, self._end[place - 1]) if place else t_ns
 
 
-def _profiler_steps(profile: Profile) -> list[Stretch]:
-    found: list[Stretch] = []
+def _profiler_steps(profile: Profile) -> list[Period]:
+    found: list[Period] = []
     for span in profile.steps:
         number = int(span.name.partition("#")[2])
         if not found or (span.begin_ns > found[-1].end_ns and number > found[-1].value):
-            found.append(Stretch(begin_ns=span.begin_ns, end_ns=span.end_ns, value=number))
+            found.append(Period(begin_ns=span.begin_ns, end_ns=span.end_ns, value=number))
     return found
 
 
-def _optimizer_steps(profile: Profile, labels: Sequence[Label], found: Sequence[ProfiledCollective]) -> list[Stretch]:
+def _optimizer_steps(profile: Profile, labels: Sequence[Label], found: Sequence[ProfiledCollective]) -> list[Period]:
     """Return steps that end with the steps of optimizers between two of which something else happens."""
     firsts = sorted([label.begin_ns for label in labels] or [each.begin_ns for each in found])
-    steps: list[Stretch] = []
+    steps: list[Period] = []
     after = min([*firsts[:1], *(span.begin_ns for span in profile.optimizers[:1])], default=0)
     for place, span in enumerate(profile.optimizers):
         later = profile.optimizers[place + 1] if place + 1 < len(profile.optimizers) else None
@@ -395,6 +395,6 @@ def _optimizer_steps(profile: Profile, labels: Sequence[Label], found: Sequence[
             continue
         first = bisect_left(firsts, after)
         begin_ns = min(firsts[first] if labels and first < len(firsts) else after, span.begin_ns)
-        steps.append(Stretch(begin_ns=begin_ns, end_ns=max(span.end_ns, begin_ns), value=len(steps)))
+        steps.append(Period(begin_ns=begin_ns, end_ns=max(span.end_ns, begin_ns), value=len(steps)))
         after = span.end_ns + 1
     return steps

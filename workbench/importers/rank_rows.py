@@ -47,7 +47,7 @@ class EventRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stretch:
+class Period:
     """A time of one phase or one step."""
 
     begin_ns: int
@@ -77,7 +77,7 @@ class RankRows:
         """Add one row; ``more``: its further fields."""
         self.rows.append(EventRow(t_ns=t_ns, kind=kind, edge=edge, unit=unit, **more))
 
-    def trace(self, strings: list[str], steps: Sequence[Stretch], phases: Sequence[Stretch]) -> RankTrace:
+    def trace(self, strings: list[str], steps: Sequence[Period], phases: Sequence[Period]) -> RankTrace:
         """Return the rows as a rank's trace; names of streams are appended to ``strings``.
 
         Args:
@@ -104,7 +104,7 @@ class RankRows:
         return RankTrace(self.rank, found)
 
 
-def _values_at(t_ns: np.ndarray, stretches: Sequence[Stretch], outside: int) -> np.ndarray:
+def _values_at(t_ns: np.ndarray, stretches: Sequence[Period], outside: int) -> np.ndarray:
     """Return the value of the stretch at each time; both its ends belong to it, and the earlier of two that touch."""
     if not stretches:
         return np.full(len(t_ns), outside)

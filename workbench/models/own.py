@@ -150,9 +150,9 @@ class OwnUnits:
             comm=C10D if size > 1 else "",
             engine=self.name,
         )
-        is_told = self._begins()
+        is_announced = self._begins()
         unit = self._units[index] = OwnUnit(self, info, {param.fqn: param.shard for param in params}, rank)
-        if is_told:
+        if is_announced:
             unit._introduce(is_new=True)
         if not name:
             self._adopt(index)
@@ -653,7 +653,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 def _counts_as(storage: torch.UntypedStorage) -> Category | None:
     known = holds(storage)
-    return known.category if known is not None and known.is_told else None
+    return known.category if known is not None and known.is_announced else None
 
 
 def _part_of(flat: torch.Tensor, part: FlatPart) -> torch.Tensor:

@@ -104,7 +104,7 @@ class TorchUnits(ABC, Generic[Group]):
 
     def __init__(self, collectives: CollectiveWatch) -> None:
         self._collectives = collectives
-        self._known: weakref.WeakKeyDictionary[Group, WatchedUnit] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Group, WatchedUnit] = weakref.WeakKeyDictionary()
         self._by_index: dict[int, WatchedUnit] = {}
 
     # ---- Source
@@ -115,8 +115,8 @@ class TorchUnits(ABC, Generic[Group]):
 
     def tensors(self, unit: int) -> Mapping[str, ParamTensors]:
         """Return this rank's tensors of a unit's parameters, by name."""
-        found = (self._tensors_of(group, known.unit) for group, known in self._known.items() if known.index == unit)
-        return next(found, {})
+        pairs = self._watched.items()
+        return next((self._tensors_of(group, watched.unit) for group, watched in pairs if watched.index == unit), {})
 
     @abstractmethod
     def layout_of(self, group: Group) -> UnitLayout:
@@ -153,13 +153,13 @@ class TorchUnits(ABC, Generic[Group]):
             paths = names_below([model])
             roots: list[tuple[str, int]] = []
             for path, group in self.groups_below(model):
-                known = self._known.get(group)
-                index = next(UNIT_INDICES) if known is None else known.index
+                watched = self._watched.get(group)
+                index = next(UNIT_INDICES) if watched is None else watched.index
                 root = next((top for above, top in roots if not above or path.startswith(f"{above}.")), None)
                 if root is None:
                     root = index
                     roots.append((path, index))
-                if known is None or (known.unit.name, known.unit.root) != (path, root):
+                if watched is None or (watched.unit.name, watched.unit.root) != (path, root):
                     self._announce(group, self._describe(group, UnitPlace(path, paths, index, root)))
 
     def _announce(self, group: Group, unit: Unit) -> None:
@@ -167,12 +167,12 @@ class TorchUnits(ABC, Generic[Group]):
             unit = replace(unit, comm=UNWATCHED)
         if probe.active is not None:
             probe.active.unit(unit)
-        known = self._known.get(group)
-        if known is not None:
-            known.unit = unit
+        watched = self._watched.get(group)
+        if watched is not None:
+            watched.unit = unit
             return
         shard_nbytes, full_nbytes = self._nbytes(group, unit)
-        self._known[group] = self._by_index[unit.index] = WatchedUnit(unit, full_nbytes)
+        self._watched[group] = self._by_index[unit.index] = WatchedUnit(unit, full_nbytes)
         handle = BufferHandle(Category.SHARDED_PARAMS, unit.index, shard_nbytes)
         weakref.finalize(group, self._drop, unit.index, handle).atexit = False
 
@@ -180,30 +180,30 @@ class TorchUnits(ABC, Generic[Group]):
         """Forget a unit whose group is gone, and let its handle go."""
         del self._by_index[unit]
 
-    def _refreshed(self, group: Group, known: WatchedUnit) -> WatchedUnit:
+    def _refreshed(self, group: Group, watched: WatchedUnit) -> WatchedUnit:
         """Return what is known of a group; announce its policy if it has changed."""
         policy = self._policy(group)
-        if policy != known.unit.reshard_after_forward:
-            self._announce(group, replace(known.unit, reshard_after_forward=policy))
-        return known
+        if policy != watched.unit.reshard_after_forward:
+            self._announce(group, replace(watched.unit, reshard_after_forward=policy))
+        return watched
 
     def renew(self, new_of: Mapping[int, dist.ProcessGroup]) -> None:
         """Let all models use new process groups, by the ids of the old ones; what was under way is over."""
-        for group, known in tuple(self._known.items()):
-            probe.event(Kind.RESET, Edge.INSTANT, known.index)
+        for group, watched in tuple(self._watched.items()):
+            probe.event(Kind.RESET, Edge.INSTANT, watched.index)
             self._renew(group, new_of)
-            known.forget()
+            watched.forget()
 
     def announce_again(self) -> None:
         """Announce all units, as their collectives are not watched any more."""
-        for group, known in tuple(self._known.items()):
-            self._announce(group, known.unit)
+        for group, watched in tuple(self._watched.items()):
+            self._announce(group, watched.unit)
 
     def abandon(self) -> None:
         """Announce that nothing is known of any unit any more."""
-        for known in self._known.values():
-            probe.event(Kind.RESET, Edge.INSTANT, known.index)
-            known.forget()
+        for watched in self._watched.values():
+            probe.event(Kind.RESET, Edge.INSTANT, watched.index)
+            watched.forget()
         probe.phase(Phase.IDLE)
 
     @abstractmethod
@@ -211,12 +211,12 @@ class TorchUnits(ABC, Generic[Group]):
 
     def unreduced(self) -> Iterator[int]:
         """Yield the indices of units with full gradients that were not reduced, outside a backward."""
-        yield from (known.index for known in tuple(self._known.values()) if known.grads_nbytes)
+        yield from (watched.index for watched in tuple(self._watched.values()) if watched.grads_nbytes)
 
     def groups_in(self, model: nn.Module) -> list[tuple[Unit, Group]]:
         """Return the units of a model that were announced, in the order of its modules, and what they are to torch."""
-        found = ((self._known.get(group), group) for _, group in self.groups_below(model))
-        return [(known.unit, group) for known, group in found if known is not None]
+        found = ((self._watched.get(group), group) for _, group in self.groups_below(model))
+        return [(watched.unit, group) for watched, group in found if watched is not None]
 
     def backwards(self) -> Mapping[int, int]:
         """Return how often gradients were averaged, by unit, of models that have some; empty: it is not counted."""
@@ -229,25 +229,25 @@ class TorchUnits(ABC, Generic[Group]):
     # ---- backward
 
     @staticmethod
-    def _begin_backward(known: WatchedUnit) -> Watching:
+    def _begin_backward(watched: WatchedUnit) -> Watching:
         """Watch a call that unshards a unit for its backward: announce that the backward begins."""
         probe.phase(Phase.PRE_BACKWARD)
         yield
         probe.phase(Phase.BACKWARD)
-        known.in_backward = True
-        probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
+        watched.in_backward = True
+        probe.event(Kind.BACKWARD, Edge.BEGIN, watched.index)
 
-    def _finish_backward(self, known: WatchedUnit, nbytes: Callable[[], int]) -> Watching:
+    def _finish_backward(self, watched: WatchedUnit, nbytes: Callable[[], int]) -> Watching:
         """Watch a call that reshards a unit and reduces its gradients: announce that its backward ends."""
-        if known.in_backward:
-            known.in_backward = False
-            probe.event(Kind.BACKWARD, Edge.END, known.index)
+        if watched.in_backward:
+            watched.in_backward = False
+            probe.event(Kind.BACKWARD, Edge.END, watched.index)
         probe.phase(Phase.POST_BACKWARD)
-        known.set_grads(nbytes())
-        with Within(self._collectives, known.index):
+        watched.set_grads(nbytes())
+        with Within(self._collectives, watched.index):
             yield
-        if known.grads_nbytes:  # not reduced: there are no others
-            known.set_grads(nbytes())
+        if watched.grads_nbytes:  # not reduced: there are no others
+            watched.set_grads(nbytes())
 
     @staticmethod
     def _end_of_backward(*_: Any, **__: Any) -> Watching:  # noqa: ANN401 - as the original

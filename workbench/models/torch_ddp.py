@@ -103,7 +103,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         return whole, whole
 
     def _announce(self, group: DistributedDataParallel, unit: Unit) -> None:
-        is_new = group not in self._known
+        is_new = group not in self._watched
         super()._announce(group, unit)
         if is_new and not getattr(group, "lazy_bucket_allocation", False):  # torch 2.15
             # the buckets, which exist as long as the model; gradients may be views of them
@@ -128,7 +128,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
             for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
                 places.setdefault(param, []).append((module, name))
         return {
-            known.fqn: ParamTensors(
+            info.fqn: ParamTensors(
                 shard=param,
                 shard_rank=0,
                 full=param,
@@ -136,14 +136,14 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
                 sharded_grad=param.grad,
                 places=tuple(places[param]),
             )
-            for known, param in zip(unit.params, group.module.parameters(), strict=True)
+            for info, param in zip(unit.params, group.module.parameters(), strict=True)
         }
 
     # ---- forward and backward
 
     def unreduced(self) -> Iterator[int]:
         """Yield the indices of models whose newest forward that trains was within ``no_sync``."""
-        yield from (known.index for known in tuple(self._known.values()) if not known.is_synced)
+        yield from (watched.index for watched in tuple(self._watched.values()) if not watched.is_synced)
 
     def backwards(self) -> Mapping[int, int]:
         """Return the number of backwards of each model that has gradients; empty once they are not watched."""
@@ -151,56 +151,56 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
             {}
             if self._patches.is_off
             else {
-                known.index: known.num_backwards
-                for model, known in tuple(self._known.items())
+                watched.index: watched.num_backwards
+                for model, watched in tuple(self._watched.items())
                 if any(param.grad is not None for param in model.parameters())
             }
         )
 
     def num_backwards(self, group: DistributedDataParallel) -> int | None:
         """Return the number of backwards of a model, or None once they are not watched."""
-        return None if self._patches.is_off else self._known[group].num_backwards
+        return None if self._patches.is_off else self._watched[group].num_backwards
 
     def _forward(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
-        known = self._of(model)
+        watched = self._of(model)
         if torch.is_grad_enabled():
-            known.is_synced = model.require_backward_grad_sync
+            watched.is_synced = model.require_backward_grad_sync
         probe.phase(Phase.FORWARD)
-        probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
-        with Within(self._collectives, known.index):  # buffers are broadcast
+        probe.event(Kind.FORWARD, Edge.BEGIN, watched.index)
+        with Within(self._collectives, watched.index):  # buffers are broadcast
             result = yield RESULT
-        probe.event(Kind.FORWARD, Edge.END, known.index)
-        begun = _Backward(self, model, known, self._patches)
+        probe.event(Kind.FORWARD, Edge.END, watched.index)
+        begun = _Backward(self, model, watched, self._patches)
         for output in _torch.tensors_in(result):
             if output.requires_grad:
                 output.register_hook(self._patches.hook(begun, "gradients of DistributedDataParallel's outputs"))
 
     def _of(self, model: DistributedDataParallel) -> WatchedUnit:
-        known = self._known.get(model)
-        if known is None or known.unit.num_reductions != _torch.num_buckets(model):
-            if known is not None:
-                place = UnitPlace(known.unit.name, {}, known.index, known.unit.root)
+        watched = self._watched.get(model)
+        if watched is None or watched.unit.num_reductions != _torch.num_buckets(model):
+            if watched is not None:
+                place = UnitPlace(watched.unit.name, {}, watched.index, watched.unit.root)
                 self._announce(model, self._describe(model, place))
             else:
                 self.note([model])
-        return self._known[model]
+        return self._watched[model]
 
-    def begin_backward(self, known: WatchedUnit) -> None:
+    def begin_backward(self, watched: WatchedUnit) -> None:
         """Announce that the backward of a model begins; its all-reduces belong to its unit."""
         probe.phase(Phase.BACKWARD)
-        known.in_backward = True
-        probe.event(Kind.BACKWARD, Edge.BEGIN, known.index)
-        self._collectives.unit = known.index
+        watched.in_backward = True
+        probe.event(Kind.BACKWARD, Edge.BEGIN, watched.index)
+        self._collectives.unit = watched.index
 
-    def end_backward(self, model: DistributedDataParallel, known: WatchedUnit) -> None:
+    def end_backward(self, model: DistributedDataParallel, watched: WatchedUnit) -> None:
         """Announce that the backward of a model has ended, and count the gradients that it left."""
         self._collectives.unit = probe.NO_UNIT
         self._collectives.settle()
-        known.in_backward = False
-        known.num_backwards += 1
-        probe.event(Kind.BACKWARD, Edge.END, known.index)
+        watched.in_backward = False
+        watched.num_backwards += 1
+        probe.event(Kind.BACKWARD, Edge.END, watched.index)
         probe.phase(Phase.IDLE)
-        self._count_grads(model, known)
+        self._count_grads(model, watched)
 
     def _finalize(self, model: DistributedDataParallel) -> Watching:
         yield
@@ -208,38 +208,38 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         self._count_grads(model, self._of(model))
 
     @staticmethod
-    def _count_grads(model: DistributedDataParallel, known: WatchedUnit) -> None:
+    def _count_grads(model: DistributedDataParallel, watched: WatchedUnit) -> None:
         for param in () if model.gradient_as_bucket_view else model.module.parameters():
             grad = param.grad
             if grad is None:
                 continue
             counted = holds(grad)
-            if counted is None or not counted.is_told:
-                count(grad, BufferHandle(Category.SHARDED_GRADS, known.index, grad.nbytes))
+            if counted is None or not counted.is_announced:
+                count(grad, BufferHandle(Category.SHARDED_GRADS, watched.index, grad.nbytes))
 
 
 class _Backward:
     """Hook on the outputs of a forward: the first gradient begins the backward."""
 
     def __init__(
-        self, units: DataParallelUnits, model: DistributedDataParallel, known: WatchedUnit, patches: Patches
+        self, units: DataParallelUnits, model: DistributedDataParallel, watched: WatchedUnit, patches: Patches
     ) -> None:
-        self._units, self._known, self._model = units, known, weakref.ref(model)
+        self._units, self._watched, self._model = units, watched, weakref.ref(model)
         self._finish = patches.hook(self._end, "the end of DistributedDataParallel's backward")
         self._has_begun = False
 
     def __call__(self, _: torch.Tensor) -> None:
-        if self._has_begun or self._known.in_backward or probe.active is None:
+        if self._has_begun or self._watched.in_backward or probe.active is None:
             return
         self._has_begun = True
-        self._units.begin_backward(self._known)
+        self._units.begin_backward(self._watched)
         # the reducer queues its own end of the backward after this one, and what is queued there comes after it
         _torch.at_end_of_backward(lambda: _torch.at_end_of_backward(self._finish))
 
     def _end(self) -> None:
         model = self._model()
-        if model is not None and self._known.in_backward and probe.active is not None:
-            self._units.end_backward(model, self._known)
+        if model is not None and self._watched.in_backward and probe.active is not None:
+            self._units.end_backward(model, self._watched)
 
 
 def _described(path: str, name: str, param: torch.Tensor) -> Param:

@@ -71,7 +71,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     def unreduced(self) -> Iterator[int]:
         """Yield the units with gradients that were not reduced, or not between the copies of HSDP."""
-        waits = {known.index for group, known in tuple(self._known.items()) if _torch.has_partial_sum(group)}
+        waits = {watched.index for group, watched in tuple(self._watched.items()) if _torch.has_partial_sum(group)}
         yield from sorted(waits.union(super().unreduced()))
 
     # ---- descriptions
@@ -84,7 +84,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _tensors_of(self, group: ParamGroup, unit: Unit) -> Mapping[str, ParamTensors]:
         rank = getattr(group.mesh_info, "shard_mesh_rank", 0)
         return {
-            known.fqn: ParamTensors(
+            info.fqn: ParamTensors(
                 shard=param.sharded_param,
                 shard_rank=rank,
                 full=_torch.full_of(param),
@@ -93,7 +93,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
                 sharded_grad=param.sharded_param.grad,
                 places=_torch.places_of(param),
             )
-            for known, param in zip(unit.params, group.fsdp_params, strict=True)
+            for info, param in zip(unit.params, group.fsdp_params, strict=True)
         }
 
     @staticmethod
@@ -141,21 +141,21 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         _torch.renew(group)
 
     def _of(self, group: ParamGroup) -> WatchedUnit:
-        known = self._known.get(group)
-        if known is None:
+        watched = self._watched.get(group)
+        if watched is None:
             self.note([_torch.root_of(group)])
-            known = self._known[group]
-        return known
+            watched = self._watched[group]
+        return watched
 
     # ---- forward
 
     def _pre_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if _torch.is_in_forward(group):  # another module of the same unit
             return
-        known = self._refreshed(group, self._of(group))  # torch decides on the policy at the first forward
+        watched = self._refreshed(group, self._of(group))  # torch decides on the policy at the first forward
         probe.phase(Phase.FORWARD)
         yield
-        probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
+        probe.event(Kind.FORWARD, Edge.BEGIN, watched.index)
 
     def _post_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         probe.event(Kind.FORWARD, Edge.END, self._of(group).index)
@@ -166,9 +166,9 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _unshard(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if not _torch.will_unshard(group):
             return
-        known = self._of(group)
-        unit, shards = known.index, known.unit.shard_size
-        nbytes = known.full_nbytes // shards
+        watched = self._of(group)
+        unit, shards = watched.index, watched.unit.shard_size
+        nbytes = watched.full_nbytes // shards
         probe.event(Kind.UNSHARD, Edge.BEGIN, unit)
 
         def copied_in(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
@@ -185,20 +185,20 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _wait_for_unshard(self, group: ParamGroup) -> Watching:
         if not _torch.is_gathering(group):
             return
-        known = self._of(group)
-        with Within(self._collectives, known.index):
+        watched = self._of(group)
+        with Within(self._collectives, watched.index):
             yield
-        known.hold_full()  # one rank has no copy-out
-        probe.event(Kind.UNSHARD, Edge.END, known.index)
+        watched.hold_full()  # one rank has no copy-out
+        probe.event(Kind.UNSHARD, Edge.END, watched.index)
 
     def _copy_out(self, gathered: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
-        known = self._by_index.get(unit)
-        nbytes = 0 if known is None else known.full_nbytes
+        watched = self._by_index.get(unit)
+        nbytes = 0 if watched is None else watched.full_nbytes
 
         def begin() -> None:
-            if known is not None:
-                known.hold_full()
+            if watched is not None:
+                watched.hold_full()
             probe.event(Kind.COPY_OUT, Edge.BEGIN, unit, nbytes)
 
         if isinstance(gathered.all_gather_work, _torch.Work):
@@ -209,13 +209,13 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
         probe.event(Kind.COPY_OUT, Edge.END, unit, nbytes)
 
     def _reshard(self, group: ParamGroup) -> Watching:
-        known = self._known.get(group)
-        if known is None or not known.holds_full:
+        watched = self._watched.get(group)
+        if watched is None or not watched.holds_full:
             return
-        probe.event(Kind.RESHARD, Edge.INSTANT, known.index)
+        probe.event(Kind.RESHARD, Edge.INSTANT, watched.index)
         yield
         if not _torch.keeps_full(group):
-            known.free_full()
+            watched.free_full()
 
     # ---- backward
 
@@ -228,11 +228,11 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     def _reduce(self, params: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit
-        known = self._by_index.get(unit)
-        if known is None:
+        watched = self._by_index.get(unit)
+        if watched is None:
             return
-        padded = sum(math.prod(param.padded_sharded_param_size) for param in params) * known.unit.shard_size
-        nbytes = padded * known.unit.reduce_itemsize
+        padded = sum(math.prod(param.padded_sharded_param_size) for param in params) * watched.unit.shard_size
+        nbytes = padded * watched.unit.reduce_itemsize
         probe.event(Kind.COPY_IN, Edge.BEGIN, unit, nbytes)
         reduced: list[torch.Tensor] = []
 
@@ -241,14 +241,14 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             for tensor in (*inputs, *outputs):
                 count(tensor, BufferHandle(Category.REDUCE_SCATTER_BUFFERS, unit, tensor.nbytes))
             reduced.extend(outputs)
-            known.set_grads(0)
+            watched.set_grads(0)
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
 
         self._collectives.before_issue = copied_in
         yield
         if self._collectives.before_issue is copied_in:  # one rank, or one of several copies: no reduce-scatter
             self._collectives.before_issue = None
-            known.set_grads(0)
+            watched.set_grads(0)
             probe.event(Kind.COPY_IN, Edge.END, unit, nbytes)
         for output in reduced:
             count(output, None)
@@ -261,8 +261,8 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
             grad = param.sharded_param.grad
             if grad is not None:
                 storage = _torch.local_of(grad).untyped_storage()
-                known = holds(storage)
-                if known is None or not known.is_told:
+                handle = holds(storage)
+                if handle is None or not handle.is_announced:
                     count(storage, BufferHandle(Category.SHARDED_GRADS, unit, storage.nbytes()))
 
 

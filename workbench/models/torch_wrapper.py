@@ -120,7 +120,7 @@ class FlatParamUnits(TorchUnits[Handle]):
         )
 
     def _policy(self, group: Handle) -> bool | int:
-        return self._known[group].unit.reshard_after_forward
+        return self._watched[group].unit.reshard_after_forward
 
     def _nbytes(self, group: Handle, unit: Unit) -> tuple[int, int]:
         (flat,) = unit.params
@@ -172,77 +172,77 @@ class FlatParamUnits(TorchUnits[Handle]):
     def _pre_forward(self, wrapper: Any, handle: Handle | None, *_: Any) -> Watching:
         if handle is None or _torch.is_recomputing(handle):
             return
-        if handle not in self._known:  # the root is the first to run
+        if handle not in self._watched:  # the root is the first to run
             self.note([wrapper])
-        known = self._known[handle]
+        watched = self._watched[handle]
         probe.phase(Phase.FORWARD)
         yield
-        probe.event(Kind.FORWARD, Edge.BEGIN, known.index)
+        probe.event(Kind.FORWARD, Edge.BEGIN, watched.index)
 
     def _post_forward(self, wrapper: Any, handle: Handle | None, *_: Any) -> Watching:
-        if handle is not None and not _torch.is_recomputing(handle) and handle in self._known:
-            probe.event(Kind.FORWARD, Edge.END, self._known[handle].index)
+        if handle is not None and not _torch.is_recomputing(handle) and handle in self._watched:
+            probe.event(Kind.FORWARD, Edge.END, self._watched[handle].index)
         yield
 
     # ---- full parameters
 
     def _unshard(self, handle: Handle) -> Watching:
-        known = self._known.get(handle)
-        if known is None or not _torch.will_gather(handle):
+        watched = self._watched.get(handle)
+        if watched is None or not _torch.will_gather(handle):
             return
-        probe.event(Kind.UNSHARD, Edge.BEGIN, known.index)
-        known.hold_full()
-        with Within(self._collectives, known.index):
+        probe.event(Kind.UNSHARD, Edge.BEGIN, watched.index)
+        watched.hold_full()
+        with Within(self._collectives, watched.index):
             yield
-        probe.event(Kind.UNSHARD, Edge.END, known.index)
+        probe.event(Kind.UNSHARD, Edge.END, watched.index)
 
     def _reshard(self, handle: Handle, free_unsharded_flat_param: bool) -> Watching:
-        known = self._known.get(handle)
-        if known is None or not (free_unsharded_flat_param and known.holds_full):
+        watched = self._watched.get(handle)
+        if watched is None or not (free_unsharded_flat_param and watched.holds_full):
             return
-        probe.event(Kind.RESHARD, Edge.INSTANT, known.index)
+        probe.event(Kind.RESHARD, Edge.INSTANT, watched.index)
         yield
-        known.free_full()
+        watched.free_full()
 
     # ---- backward
 
     def _pre_backward(self, state: Any, module: Any, handle: Handle | None, *_: Any) -> Watching:
-        known = None if handle is None else self._known.get(handle)
-        if handle is not None and known is not None and not _torch.has_begun_backward(handle):
-            yield from self._begin_backward(known)
+        watched = None if handle is None else self._watched.get(handle)
+        if handle is not None and watched is not None and not _torch.has_begun_backward(handle):
+            yield from self._begin_backward(watched)
 
     def _post_backward(self, state: Any, handle: Handle, *_: Any) -> Watching:
-        known = self._known.get(handle)
-        if known is not None:
-            yield from self._finish_backward(known, lambda: _grad_nbytes(handle))
+        watched = self._watched.get(handle)
+        if watched is not None:
+            yield from self._finish_backward(watched, lambda: _grad_nbytes(handle))
 
     def _reduce(self, state: Any, handle: Handle) -> Watching:
-        known = self._known.get(handle)
-        if known is None:
+        watched = self._watched.get(handle)
+        if watched is None:
             return
         grad = _torch.flat_grad_of(handle)
 
         def issued(kind: Kind, inputs: Tensors, outputs: Tensors) -> None:
             self._collectives.before_issue = None
-            self._count_buffers(known, grad, inputs, outputs)
+            self._count_buffers(watched, grad, inputs, outputs)
 
         self._collectives.before_issue = issued
         yield
-        known.set_grads(0)
+        watched.set_grads(0)
         saved = _torch.flat_sharded_grad_of(handle)
         if saved is not None:
             counted = holds(saved)
             if counted is None or counted.num_bytes != saved.nbytes:  # it was cast, or reduced in another way
-                count(saved, BufferHandle(Category.SHARDED_GRADS, known.index, saved.nbytes))
+                count(saved, BufferHandle(Category.SHARDED_GRADS, watched.index, saved.nbytes))
 
     @staticmethod
-    def _count_buffers(known: WatchedUnit, grad: torch.Tensor | None, inputs: Tensors, outputs: Tensors) -> None:
+    def _count_buffers(watched: WatchedUnit, grad: torch.Tensor | None, inputs: Tensors, outputs: Tensors) -> None:
         """Count what a reduction allocates: a padded copy of the gradient, unless it is the gradient itself."""
         for tensor in inputs:
             if grad is None or tensor.data_ptr() != grad.data_ptr():
-                count(tensor, BufferHandle(Category.REDUCE_SCATTER_BUFFERS, known.index, tensor.nbytes))
+                count(tensor, BufferHandle(Category.REDUCE_SCATTER_BUFFERS, watched.index, tensor.nbytes))
         for tensor in outputs:
-            count(tensor, BufferHandle(Category.SHARDED_GRADS, known.index, tensor.nbytes))
+            count(tensor, BufferHandle(Category.SHARDED_GRADS, watched.index, tensor.nbytes))
 
 
 _WHOLES = (_torch.flat_full_of, _torch.flat_grad_of, _torch.flat_sharded_grad_of)
@@ -305,19 +305,19 @@ class _Flat:
             number: {key: _Piece.describe(value, self.held[number]) for key, value in state.items()}
             for number, state in own.items()
         }
-        known: dict[int, dict[str, Any]] = {}
+        agreed: dict[int, dict[str, Any]] = {}
         for each in (described, *_torch.objects_of_shards(self.handle, described)):  # this rank's first
             for number, state in each.items():
-                known.setdefault(number, {}).update({k: v for k, v in state.items() if k not in known[number]})
-        dtypes = {key: v.dtype for state in known.values() for key, v in state.items() if isinstance(v, _Piece)}
+                agreed.setdefault(number, {}).update({k: v for k, v in state.items() if k not in agreed[number]})
+        dtypes = {key: v.dtype for state in agreed.values() for key, v in state.items() if isinstance(v, _Piece)}
         wholes = {key: self.split(self._shard_of(key, own, dtypes[key])) for key in sorted(dtypes)}
         found: list[dict[str, Any] | None] = []
         for place in range(len(self.parts)):
-            known_of = known.get(0 if self.is_one else place)
+            of_part = agreed.get(0 if self.is_one else place)
             found.append(
                 None
-                if known_of is None
-                else {k: wholes[k][place] if isinstance(v, _Piece) else copy.deepcopy(v) for k, v in known_of.items()}
+                if of_part is None
+                else {k: wholes[k][place] if isinstance(v, _Piece) else copy.deepcopy(v) for k, v in of_part.items()}
             )
         return found
 

@@ -22,7 +22,7 @@ from workbench.trace.schema import Header, Rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Side:
+class ComparedRank:
     """The logical events of one rank of one trace, ``E`` of them.
 
     Attributes:
@@ -67,8 +67,8 @@ class Alignment:
     """
 
     names: tuple[str, ...]
-    a: Side
-    b: Side
+    a: ComparedRank
+    b: ComparedRank
     in_a: Ints
     in_b: Ints
     num_moved: int
@@ -135,7 +135,7 @@ def _countable(rank: RankTrace) -> tuple[Ints, Ints]:
     return place, (latest + 1 << 30) + ((step < 0) << 29) + (kind << 21) + (edge << 17) + unit + 1
 
 
-def _side(header: Header, rank: RankTrace, names: tuple[str, ...]) -> Side:
+def _side(header: Header, rank: RankTrace, names: tuple[str, ...]) -> ComparedRank:
     rows = rank.rows
     numbers = {name: number for number, name in enumerate(names)}
     table = np.array([*(numbers[unit_name(header, unit.index)] for unit in header.units), -1], np.int64)
@@ -145,7 +145,7 @@ def _side(header: Header, rank: RankTrace, names: tuple[str, ...]) -> Side:
     step = rows["step"][place].astype(np.int64)
     counts = of_kind(rows, MOVES) & (rows["category"] != Category.RESERVED) & (rows["category"] < len(Category))
     total = in_use(rank.start.bytes_by_category) + np.cumsum(np.where(counts, rows["num_bytes"], 0))
-    return Side(
+    return ComparedRank(
         rows=rows,
         place=place,
         step=step - step.min() if len(step) else step,
@@ -182,7 +182,7 @@ def _identities(*keys: Ints) -> tuple[Ints, Ints]:
     return id_a, id_b
 
 
-def _key(side: Side) -> Ints:
+def _key(side: ComparedRank) -> Ints:
     kind, edge = (side.rows[name][side.place].astype(np.int64) for name in ("kind", "edge"))
     key: Ints = (side.step << 32) + (kind << 24) + (edge << 20) + side.unit + 1
     return key
@@ -232,7 +232,7 @@ def _merged(in_a: Ints, in_b: Ints, len_a: int, len_b: int) -> tuple[Ints, Ints]
     return axis_a[order], axis_b[order]
 
 
-def _carried(side: Side, event: Ints) -> Ints:
+def _carried(side: ComparedRank, event: Ints) -> Ints:
     """Bytes in use at each place; before the side's first event, those after its first row."""
     newest = np.maximum.accumulate(event)
     first = side.total[:1] if len(side.total) else np.zeros(1, np.int64)

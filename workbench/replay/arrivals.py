@@ -57,13 +57,13 @@ def last_to_come(header: Header, found: Mapping[int, Collectives], error_ns: int
     last_ns, before_ns = (np.take_along_axis(issued, rows[None], axis=0)[0] for rows in (last, before))
     clock = np.array([*_clocks(header, found), -1, -1])[: len(issued)]
     rival_ns = np.where(clock[:, None] != clock[last], issued, _NEVER).max(axis=0)
-    is_told = (known >= 0) & ((issued > _NEVER).sum(axis=0) == _sizes(header)[known >> 32]) & (before_ns > _NEVER)
+    is_complete = (known >= 0) & ((issued > _NEVER).sum(axis=0) == _sizes(header)[known >> 32]) & (before_ns > _NEVER)
     named = np.where(last_ns - rival_ns > error_ns, np.array([*found, UNTOLD, UNTOLD])[last], TOO_CLOSE)
-    told = np.where(is_told, named, UNTOLD)
-    after_ns = np.where(told >= 0, last_ns - before_ns, 0)
-    issue_ns = np.where(told >= 0, last_ns, np.iinfo(np.int64).min)
+    last_rank = np.where(is_complete, named, UNTOLD)
+    after_ns = np.where(last_rank >= 0, last_ns - before_ns, 0)
+    issue_ns = np.where(last_rank >= 0, last_ns, np.iinfo(np.int64).min)
     return {
-        rank: LastArrivals(rank=told[mine], after_ns=after_ns[mine], issue_ns=issue_ns[mine])
+        rank: LastArrivals(rank=last_rank[mine], after_ns=after_ns[mine], issue_ns=issue_ns[mine])
         for rank, mine in place.items()
     }
 

@@ -67,30 +67,30 @@ def on_device(whole: RankTrace, part: RankTrace, header: Header) -> DeviceTimes 
         header: of the trace.
     """
     rows = part.rows
-    tells = whole.rows[whole.kinds == Kind.DEVICE]
-    t_ns, stream = _device_times(tells, part.start.seq, len(rows))
-    is_told = t_ns >= 0
-    if not is_told.any():
+    device_rows = whole.rows[whole.kinds == Kind.DEVICE]
+    t_ns, stream = _device_times(device_rows, part.start.seq, len(rows))
+    has_time = t_ns >= 0
+    if not has_time.any():
         return None
     awaited = ~of_kind(rows, BESIDE)
-    missing = np.flatnonzero(awaited & ~is_told)
+    missing = np.flatnonzero(awaited & ~has_time)
     reached = np.arange(len(rows)) < (missing[0] if len(missing) else len(rows))
     in_compute = np.array([*(name == COMPUTE_STREAM for name in header.strings), False])[stream]
     shown = reached & (~awaited | in_compute | of_kind(rows, COLLECTIVES)) & (rows["kind"] != Kind.DEVICE)
     moved = rows.copy()
-    moved["t_ns"] = np.where(is_told, t_ns, rows["t_ns"])
+    moved["t_ns"] = np.where(has_time, t_ns, rows["t_ns"])
     return DeviceTimes(
         part=replace(part, rows=moved[shown]),
-        copies=moved[reached & is_told & ~in_compute & of_kind(rows, COPIES)],
+        copies=moved[reached & has_time & ~in_compute & of_kind(rows, COPIES)],
         end_seq=part.start.seq + int(missing[0] if len(missing) else len(rows)),
     )
 
 
-def _device_times(tells: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
+def _device_times(device_rows: Rows, first_seq: int, count: int) -> tuple[Ints, Ints]:
     """Return when the device reached ``count`` rows from ``first_seq`` on, and in which stream; -1 if unknown."""
-    place = tells["value"].astype(np.int64) - first_seq
+    place = device_rows["value"].astype(np.int64) - first_seq
     inside = (place >= 0) & (place < count)
     t_ns, stream = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
-    t_ns[place[inside]] = tells["t_ns"][inside]
-    stream[place[inside]] = tells["module"][inside]
+    t_ns[place[inside]] = device_rows["t_ns"][inside]
+    stream[place[inside]] = device_rows["module"][inside]
     return t_ns, stream

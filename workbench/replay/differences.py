@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from workbench.events import BESIDE, MOVES, WORK, Category, Edge, Kind, Phase, engine_named
 from workbench.replay import collectives, training
-from workbench.replay.alignment import Alignment, Side, align, highest
+from workbench.replay.alignment import Alignment, ComparedRank, align, highest
 from workbench.replay.grouping import did
 from workbench.replay.spans import Ints, closed, exclusive, of_kind, rows_of, spans
 from workbench.replay.units import unit_name
@@ -340,7 +340,7 @@ def _peak(aligned: Alignment) -> PeakChange:
     )
 
 
-def _held(side: Side, event: int) -> dict[tuple[Category, int], int]:
+def _held(side: ComparedRank, event: int) -> dict[tuple[Category, int], int]:
     """Live bytes by class and unit at an event's moment of highest use; bytes from before the rows have unit -1."""
     held: dict[tuple[Category, int], int] = {(c, -1): side.start[c] for c in Category if c is not Category.RESERVED}
     if event < 0:
@@ -360,7 +360,7 @@ def _held(side: Side, event: int) -> dict[tuple[Category, int], int]:
 
 
 def _phases(
-    high: Side, low: Side, events: tuple[Ints, Ints], category: Category, units: list[int]
+    high: ComparedRank, low: ComparedRank, events: tuple[Ints, Ints], category: Category, units: list[int]
 ) -> tuple[Phase, ...]:
     """The phases in which one side holds more of ``category`` for ``units`` than the other, over shared events."""
     shared = (events[0] >= 0) & (events[1] >= 0)
@@ -369,7 +369,7 @@ def _phases(
     return tuple(Phase(number) for number in np.unique(found).tolist() if number < len(Phase))
 
 
-def _curve(side: Side, category: Category, units: list[int]) -> Ints:
+def _curve(side: ComparedRank, category: Category, units: list[int]) -> Ints:
     """Bytes of ``category`` of ``units`` (empty: all units) after each event, from 0 at the start."""
     rows = side.rows
     mine = of_kind(rows, MOVES) & (rows["category"] == category)

@@ -59,7 +59,7 @@ def annotate(error: BaseException, recorder: Recorder) -> bool:
             setattr(error, _HAS_NOTE, False)
             text = shortened(str(error))
             matching = [pattern for pattern in PATTERNS if pattern.text.search(text)]
-            note = _note(_Scene(error, text, recorder), matching) if matching else ""
+            note = _note(_RaisedError(error, text, recorder), matching) if matching else ""
             if note:
                 error.add_note(f"{BEGINS}{note}")
                 setattr(error, _HAS_NOTE, True)
@@ -69,7 +69,7 @@ def annotate(error: BaseException, recorder: Recorder) -> bool:
 # ---- where the error was raised
 
 
-class _Known(NamedTuple):
+class _ShardedParam(NamedTuple):
     """A sharded parameter of this rank."""
 
     unit: Unit
@@ -97,20 +97,20 @@ class _Read(NamedTuple):
     place: tuple[nn.Module, str] | None
 
 
-class _Scene:
+class _RaisedError:
     """The frames of an error, and the sharded parameters of this rank.
 
     Attributes:
         text: the error's message.
         frames: the innermost first.
         recorder: the recorder.
-        known: all sharded parameters; for a flat one, its parts.
+        sharded: all sharded parameters; for a flat one, its parts.
     """
 
     def __init__(self, error: BaseException, text: str, recorder: Recorder) -> None:
         self.text, self.recorder = text, recorder
         self.frames = [frame for frame, _ in walk_tb(error.__traceback__)][::-1]
-        self.known = list(_known(recorder))
+        self.sharded = list(_sharded_params(recorder))
 
     def reads(self) -> Iterator[_Read]:
         """Yield the tensors that the frames refer to, the innermost first."""
@@ -122,40 +122,40 @@ class _Scene:
         """Sizes in the message, but not the numbers of arguments, as in ``mat2``, and of dimensions, as in ``1-D``."""
         return {int(number) for number in re.findall(r"\d+", re.sub(r"\b[a-z]+\d\b|\d-?D", "", self.text))}
 
-    def owner(self, read: _Read) -> _Known | None:
+    def owner(self, read: _Read) -> _ShardedParam | None:
         """Return the parameter whose shard, or place in a module, is what a frame read."""
-        for known in self.known:
-            at = known.tensors.places
-            if read.tensor is known.tensors.shard or (read.place is not None and read.place in at):
-                return known
-        return next((known for known in self.known if _lies_in(read.tensor, known.tensors.shard)), None)
+        for sharded in self.sharded:
+            at = sharded.tensors.places
+            if read.tensor is sharded.tensors.shard or (read.place is not None and read.place in at):
+                return sharded
+        return next((sharded for sharded in self.sharded if _lies_in(read.tensor, sharded.tensors.shard)), None)
 
-    def freed(self, read: _Read) -> _Known | None:
+    def freed(self, read: _Read) -> _ShardedParam | None:
         """Return the parameter of which a frame has the full tensor, from before it was freed."""
         at = storage_of(read.tensor) if _is_plain(read.tensor) else None
         found = [
-            known
-            for known in self.known
-            for freed in [known.tensors.freed]
+            sharded
+            for sharded in self.sharded
+            for freed in [sharded.tensors.freed]
             if isinstance(freed, torch.Tensor) and (read.tensor is freed or storage_of(freed) == at)
         ]
-        named = [known for known in found if _name_of(known) in {read.label, read.label.rpartition(".")[2]}]
-        placed = [known for known in found if read.place in known.tensors.places]
-        shaped = [known for known in found if tuple(read.tensor.shape) == known.param.shape]
+        named = [sharded for sharded in found if _name_of(sharded) in {read.label, read.label.rpartition(".")[2]}]
+        placed = [sharded for sharded in found if read.place in sharded.tensors.places]
+        shaped = [sharded for sharded in found if tuple(read.tensor.shape) == sharded.param.shape]
         return next(iter([*placed, *named, *shaped, *found]), None)
 
 
-def _known(recorder: Recorder) -> Iterator[_Known]:
+def _sharded_params(recorder: Recorder) -> Iterator[_ShardedParam]:
     for unit in recorder.header.units:
         tensors = recorder.tensors(unit.index) if unit.in_use else {}
         for param in unit.params:
             for each in param.parts or (param,):
                 if each.fqn in tensors:
-                    yield _Known(unit, each, tensors[each.fqn])
+                    yield _ShardedParam(unit, each, tensors[each.fqn])
 
 
-def _name_of(known: _Known) -> str:
-    return known.param.fqn.rpartition(".")[2]
+def _name_of(sharded: _ShardedParam) -> str:
+    return sharded.param.fqn.rpartition(".")[2]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -205,70 +205,70 @@ class _Finding(NamedTuple):
 
     Attributes:
         frame: the frame that read it.
-        known: the parameter; None: it is about a tensor that is not a parameter.
+        sharded: the parameter; None: it is about a tensor that is not a parameter.
         verdict: a clause about the parameter or tensor.
         fix: what to type.
     """
 
     frame: FrameType
-    known: _Known | None
+    sharded: _ShardedParam | None
     verdict: str
     fix: str
 
 
-def _of_sharded(scene: _Scene) -> _Finding | None:
+def _of_sharded(raised: _RaisedError) -> _Finding | None:
     """Find a sharded parameter that a frame computes with as if it were whole."""
-    for read in scene.reads():
-        known = scene.owner(read)
-        if known is not None and not _is_open(known):
-            fix = _after_forward(scene, known) or _call_of(scene, known)
-            return _Finding(read.frame, known, f"parameter {known.param.fqn!r} is sharded", fix)
+    for read in raised.reads():
+        sharded = raised.owner(read)
+        if sharded is not None and not _is_open(sharded):
+            fix = _after_forward(raised, sharded) or _call_of(raised, sharded)
+            return _Finding(read.frame, sharded, f"parameter {sharded.param.fqn!r} is sharded", fix)
     return None
 
 
-def _of_freed(scene: _Scene) -> _Finding | None:
+def _of_freed(raised: _RaisedError) -> _Finding | None:
     """Find a full parameter that a frame has kept from before it was freed."""
-    for read in scene.reads():
-        known = scene.freed(read)
-        if known is not None:
+    for read in raised.reads():
+        sharded = raised.freed(read)
+        if sharded is not None:
             kept = "" if read.place is not None else f", kept in {read.label!r},"
             return _Finding(
                 read.frame,
-                known,
-                f"the full parameter {known.param.fqn!r}{kept} has no values any more",
-                f"read it from its module on each use; {_call_of(scene, known)}",
+                sharded,
+                f"the full parameter {sharded.param.fqn!r}{kept} has no values any more",
+                f"read it from its module on each use; {_call_of(raised, sharded)}",
             )
     return None
 
 
-def _of_a_part(scene: _Scene) -> _Finding | None:
+def _of_a_part(raised: _RaisedError) -> _Finding | None:
     """Find a tensor with the shape of this rank's part of a parameter, where the message has a size of that shape."""
-    for read in scene.reads():
-        known = scene.owner(read)
-        if known is None or _is_open(known):
+    for read in raised.reads():
+        sharded = raised.owner(read)
+        if sharded is None or _is_open(sharded):
             continue
         is_split = isinstance(read.tensor, DTensor)
         if is_split and "to_local" not in read.frame.f_code.co_names:
             continue
         part = tuple((local_of(read.tensor) if isinstance(read.tensor, DTensor) else read.tensor).shape)
-        whole = known.param.shape
-        if part == whole or not _is_in_message(scene, part, whole):
+        whole = sharded.param.shape
+        if part == whole or not _is_in_message(raised, part, whole):
             continue
-        fix = f"{read.label}.full_tensor()" if is_split else _call_of(scene, known)
-        verdict = f"{list(part)} is this rank's part of {known.param.fqn!r}, whose shape is {list(whole)}"
-        return _Finding(read.frame, known, verdict, fix)
+        fix = f"{read.label}.full_tensor()" if is_split else _call_of(raised, sharded)
+        verdict = f"{list(part)} is this rank's part of {sharded.param.fqn!r}, whose shape is {list(whole)}"
+        return _Finding(read.frame, sharded, verdict, fix)
     return None
 
 
-def _is_in_message(scene: _Scene, part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def _is_in_message(raised: _RaisedError, part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     if len(part) != len(whole):  # a piece of a flat parameter
-        return f"{len(part)}-D" in scene.text or bool(set(part) & scene.numbers)
-    return any(size in scene.numbers for size, full in zip(part, whole, strict=True) if size != full)
+        return f"{len(part)}-D" in raised.text or bool(set(part) & raised.numbers)
+    return any(size in raised.numbers for size, full in zip(part, whole, strict=True) if size != full)
 
 
-def _of_pending_sum(scene: _Scene) -> _Finding | None:
+def _of_pending_sum(raised: _RaisedError) -> _Finding | None:
     """Find a DTensor of which each rank has only a part of the sum."""
-    for read in scene.reads():
+    for read in raised.reads():
         value = read.tensor
         if read.place is None and isinstance(value, DTensor) and any(each.is_partial() for each in value.placements):
             placed = ", ".join(map(str, value.placements))
@@ -282,27 +282,27 @@ def _of_pending_sum(scene: _Scene) -> _Finding | None:
     return None
 
 
-def _of_other_dtype(scene: _Scene) -> _Finding | None:
+def _of_other_dtype(raised: _RaisedError) -> _Finding | None:
     """Find a full parameter in the compute dtype of its unit, and a tensor of another dtype that meets it."""
-    for frame in scene.frames:
+    for frame in raised.frames:
         reads = [read for read in _reads(frame) if read.tensor.is_floating_point()]
-        params = [(read, known) for read in reads for known in [scene.owner(read)] if known is not None]
-        for read, known in params:
+        params = [(read, sharded) for read in reads for sharded in [raised.owner(read)] if sharded is not None]
+        for read, sharded in params:
             others = [each for each in reads if each.place is None and each.tensor.dtype is not read.tensor.dtype]
-            if others and _is_open(known):
-                return _dtypes_meet(scene, read, known, others[0])
+            if others and _is_open(sharded):
+                return _dtypes_meet(raised, read, sharded, others[0])
     return None
 
 
-def _dtypes_meet(scene: _Scene, read: _Read, known: _Known, other: _Read) -> _Finding:
+def _dtypes_meet(raised: _RaisedError, read: _Read, sharded: _ShardedParam, other: _Read) -> _Finding:
     wanted, found = (str(each.tensor.dtype).removeprefix("torch.") for each in (read, other))
-    unit = unit_words(known.unit.name)
-    source = _last_output(scene.recorder, known.unit)
+    unit = unit_words(sharded.unit.name)
+    source = _last_output(raised.recorder, sharded.unit)
     fix = f"{other.label} = {other.label}.to(torch.{wanted})"
     if source is not None and not any(param.parts for param in source.params):
         name = _SHORT.get(wanted, wanted)
         in_code = f"MixedPrecisionPolicy(..., output_dtype=torch.{wanted})"
-        units = _units_in_code(scene, source)
+        units = _units_in_code(raised, source)
         if source.runner.can_reshard and units:
             fix = f"%fsdp reshard {units} --mp output={name}, or in code mp_policy={in_code} for unit {source.name!r}"
         else:
@@ -311,7 +311,7 @@ def _dtypes_meet(scene: _Scene, read: _Read, known: _Known, other: _Read) -> _Fi
     return _Finding(
         read.frame,
         None,
-        f"unit {unit!r} computes in {wanted}, as parameter {known.param.fqn!r}, and {other.label!r} is {found}{came}",
+        f"unit {unit!r} computes in {wanted}, as parameter {sharded.param.fqn!r}, and {other.label!r} is {found}{came}",
         fix,
     )
 
@@ -322,27 +322,31 @@ _SPELT = {torch.float32: "float", torch.bfloat16: "bfloat16", torch.float16: "ha
 _CAST = r"[^\n]*\.(to|type|type_as|float|bfloat16|half)\("
 
 
-def _of_buffer(scene: _Scene) -> _Finding | None:
+def _of_buffer(raised: _RaisedError) -> _Finding | None:
     """Find a buffer in another dtype than its unit computes in, which the innermost module uses without a cast."""
-    for frame in scene.frames:
+    for frame in raised.frames:
         modules = [(name, each) for name, each in _variables(frame).items() if isinstance(each, nn.Module)]
-        found = [(*each, unit) for each in modules if (unit := _unit_within(scene, each[1])) is not None]
+        found = [(*each, unit) for each in modules if (unit := _unit_within(raised, each[1])) is not None]
         if found:
-            return next((each for one in found if (each := _odd_buffer(scene, frame, *one)) is not None), None)
+            return next((each for one in found if (each := _odd_buffer(raised, frame, *one)) is not None), None)
     return None
 
 
 def _odd_buffer(
-    scene: _Scene, frame: FrameType, variable: str, module: nn.Module, unit: tuple[_Known, str, torch.dtype]
+    raised: _RaisedError,
+    frame: FrameType,
+    variable: str,
+    module: nn.Module,
+    unit: tuple[_ShardedParam, str, torch.dtype],
 ) -> _Finding | None:
     """Find such a buffer below a module; ``variable``: the module's name in the frame."""
-    known, prefix, wanted = unit
+    sharded, prefix, wanted = unit
     for path, buffer in module.named_buffers():
         *parts, name = (part for part in path.split(".") if not part.isdigit())
-        if buffer.dtype is wanted or not _are_named(scene.text, {buffer.dtype, wanted}):
+        if buffer.dtype is wanted or not _are_named(raised.text, {buffer.dtype, wanted}):
             continue
         if {*parts, name} <= set(frame.f_code.co_names) and not _is_cast(frame, name):
-            return _buffer_differs(frame, known, prefix + path, _as_code(variable, path), buffer, wanted)
+            return _buffer_differs(frame, sharded, prefix + path, _as_code(variable, path), buffer, wanted)
     return None
 
 
@@ -351,15 +355,15 @@ def _are_named(text: str, dtypes: set[torch.dtype]) -> bool:
     return all(each in _SPELT and re.search(rf"\b{_SPELT[each]}\b", text.lower()) for each in dtypes)
 
 
-def _unit_within(scene: _Scene, module: nn.Module) -> tuple[_Known, str, torch.dtype] | None:
+def _unit_within(raised: _RaisedError, module: nn.Module) -> tuple[_ShardedParam, str, torch.dtype] | None:
     """Return an open parameter below a module, the path of the module in the model, and the parameter's full dtype."""
     paths = {inner: path for path, inner in module.named_modules()}
-    for known in scene.known:
-        full = known.tensors.full
-        for owner, name in known.tensors.places:
+    for sharded in raised.sharded:
+        full = sharded.tensors.full
+        for owner, name in sharded.tensors.places:
             below = f"{paths[owner]}.{name}".lstrip(".") if owner in paths else ""
-            if below and isinstance(full, torch.Tensor) and known.param.fqn.endswith(below):
-                return known, known.param.fqn.removesuffix(below), full.dtype
+            if below and isinstance(full, torch.Tensor) and sharded.param.fqn.endswith(below):
+                return sharded, sharded.param.fqn.removesuffix(below), full.dtype
     return None
 
 
@@ -371,10 +375,10 @@ def _is_cast(frame: FrameType, name: str) -> bool:
 
 
 def _buffer_differs(
-    frame: FrameType, known: _Known, fqn: str, code: str, buffer: torch.Tensor, wanted: torch.dtype
+    frame: FrameType, sharded: _ShardedParam, fqn: str, code: str, buffer: torch.Tensor, wanted: torch.dtype
 ) -> _Finding:
     found, computes = (str(dtype).removeprefix("torch.") for dtype in (buffer.dtype, wanted))
-    unit = unit_words(known.unit.name)
+    unit = unit_words(sharded.unit.name)
     return _Finding(
         frame,
         None,
@@ -395,10 +399,10 @@ def _last_output(recorder: Recorder, unit: Unit) -> Unit | None:
     return next((each for each in recorder.header.units if each.index == index != unit.index), None)
 
 
-def _units_in_code(scene: _Scene, unit: Unit) -> str:
+def _units_in_code(raised: _RaisedError, unit: Unit) -> str:
     """Return a unit's name from the variable of its model, as ``reshard`` takes it; empty if none is found."""
-    known = next((each for each in scene.known if each.unit.index == unit.index), None)
-    found = None if known is None else _unit_in_code(scene, known)
+    sharded = next((each for each in raised.sharded if each.unit.index == unit.index), None)
+    found = None if sharded is None else _unit_in_code(raised, sharded)
     return "" if found is None else re.sub(r"\[(\d+)\]", r".\1", found[0])
 
 
@@ -406,10 +410,10 @@ class _Pattern(NamedTuple):
     """A kind of error: its message, and finders of the reason, the most specific first; the innermost frame counts."""
 
     text: re.Pattern[str]
-    finders: tuple[Callable[[_Scene], _Finding | None], ...]
+    finders: tuple[Callable[[_RaisedError], _Finding | None], ...]
 
 
-def _pattern(text: str, *finders: Callable[[_Scene], _Finding | None]) -> _Pattern:
+def _pattern(text: str, *finders: Callable[[_RaisedError], _Finding | None]) -> _Pattern:
     return _Pattern(re.compile(text, re.IGNORECASE), finders)
 
 
@@ -434,31 +438,31 @@ PATTERNS = (
 """The errors that get a note, by their message."""
 
 
-def _note(scene: _Scene, patterns: list[_Pattern]) -> str:
-    every = [found for pattern in patterns for find in pattern.finders if (found := find(scene)) is not None]
+def _note(raised: _RaisedError, patterns: list[_Pattern]) -> str:
+    every = [found for pattern in patterns for find in pattern.finders if (found := find(raised)) is not None]
     if not every:
         return ""
-    found = min(every, key=lambda found: scene.frames.index(found.frame))
+    found = min(every, key=lambda found: raised.frames.index(found.frame))
     said = [found.verdict]
-    if found.known is not None:
-        if f"parameter {found.known.param.fqn!r}" in scene.text:  # the engine's own message
+    if found.sharded is not None:
+        if f"parameter {found.sharded.param.fqn!r}" in raised.text:  # the engine's own message
             said.clear()
-        said.append(_state_of(found.known, scene.recorder))
+        said.append(_state_of(found.sharded, raised.recorder))
     return f"{'; '.join(said)}\nfix: {found.fix}"
 
 
 # ---- state and history of a unit
 
 
-def _is_open(known: _Known) -> bool:
-    return known.tensors.full is not None
+def _is_open(sharded: _ShardedParam) -> bool:
+    return sharded.tensors.full is not None
 
 
-def _state_of(known: _Known, recorder: Recorder) -> str:
+def _state_of(sharded: _ShardedParam, recorder: Recorder) -> str:
     """Return a clause with the state of the parameter's unit, and what put it into that state."""
-    unit = known.unit
+    unit = sharded.unit
     state, why = _history(recorder.newest(CAPACITY), unit)
-    is_open = _is_open(known)
+    is_open = _is_open(sharded)
     text = f"unit {unit_words(unit.name)!r} is {'unsharded' if is_open else 'sharded'}"
     if is_open != (state is UnitState.UNSHARDED):  # off the record
         return text
@@ -511,16 +515,16 @@ def _gathered_by(after: list[tuple[Kind, Edge]], phase: Phase) -> str:
 # ---- what to type
 
 
-def _call_of(scene: _Scene, known: _Known) -> str:
+def _call_of(raised: _RaisedError, sharded: _ShardedParam) -> str:
     """Return what to call instead, as code."""
-    found = _unit_in_code(scene, known)
+    found = _unit_in_code(raised, sharded)
     if found is None:
-        within = "summon_full_params()" if known.is_flat else "its unshard() and reshard()"
-        return f"call the module of its unit, or compute {'within' if known.is_flat else 'between'} {within}"
+        within = "summon_full_params()" if sharded.is_flat else "its unshard() and reshard()"
+        return f"call the module of its unit, or compute {'within' if sharded.is_flat else 'between'} {within}"
     code, module = found
-    if known.is_flat:
+    if sharded.is_flat:
         return f"call {code}(...), or compute within FullyShardedDataParallel.summon_full_params({code})"
-    for frame in scene.frames:
+    for frame in raised.frames:
         if frame.f_locals.get("self") is module:
             if frame.f_code.co_name in {"forward", *_OF_A_CALL}:
                 break
@@ -528,10 +532,10 @@ def _call_of(scene: _Scene, known: _Known) -> str:
     return f"call {code}(...), or compute between {code}.unshard() and {code}.reshard()"
 
 
-def _after_forward(scene: _Scene, known: _Known) -> str:
+def _after_forward(raised: _RaisedError, sharded: _ShardedParam) -> str:
     """Return the fix for a unit that was resharded within its own forward, which a call began; empty for another."""
-    code, module = _unit_in_code(scene, known) or ("", None)
-    inside = {frame.f_code.co_name for frame in scene.frames if module and frame.f_locals.get("self") is module}
+    code, module = _unit_in_code(raised, sharded) or ("", None)
+    inside = {frame.f_code.co_name for frame in raised.frames if module and frame.f_locals.get("self") is module}
     is_called = "forward" in inside and inside & _OF_A_CALL
     return f"a backward or reshard() within the forward of {code} has freed it: run that after it" if is_called else ""
 
@@ -539,12 +543,12 @@ def _after_forward(scene: _Scene, known: _Known) -> str:
 _OF_A_CALL = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
-def _unit_in_code(scene: _Scene, known: _Known) -> tuple[str, nn.Module] | None:
+def _unit_in_code(raised: _RaisedError, sharded: _ShardedParam) -> tuple[str, nn.Module] | None:
     """Return an expression for the module of a parameter's unit, and the module, from the outermost variable."""
-    owners = [module for module, _ in known.tensors.places]
-    name = known.unit.name
-    below = known.param.fqn[len(name) + 1 if name else 0 :].rpartition(".")[0]
-    users = [_variables(frame) for frame in reversed(scene.frames) if not _is_of_torch(frame)]
+    owners = [module for module, _ in sharded.tensors.places]
+    name = sharded.unit.name
+    below = sharded.param.fqn[len(name) + 1 if name else 0 :].rpartition(".")[0]
+    users = [_variables(frame) for frame in reversed(raised.frames) if not _is_of_torch(frame)]
     for variables in (*users, user_namespace()):
         for variable, value in tuple(variables.items()):
             if not isinstance(value, nn.Module) or variable == "self" or variable.startswith("_"):

@@ -74,7 +74,7 @@ from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnaps
 from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_folder, with_path, with_script
-from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, Outcome, RequestWaiter, Tick, failure_of
+from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, DrainCause, Outcome, RequestWaiter, failure_of
 from workbench.trace.columns import Trace
 
 C = TypeVar("C", bound=Command)
@@ -726,7 +726,7 @@ class Session:
             self.cluster,
             pending,
             on_slice=lambda: self._on_slice(request),
-            on_tick=lambda tick: self._end(request) if tick is Tick.ENDED else self._take(request, tick),
+            on_tick=lambda tick: self._end(request) if tick is DrainCause.ENDED else self._take(request, tick),
             num_outputs=work.num_outputs,
             can_pause=work.is_command and not isinstance(work.command, (Load, Save)),
         )
@@ -738,7 +738,7 @@ class Session:
         request.log_output()
         request.work.on_slice(request.listener)
 
-    def _take(self, request: Request, tick: Tick) -> dict[int, Position]:
+    def _take(self, request: Request, tick: DrainCause) -> dict[int, Position]:
         """Drain the ranks and return the positions of those that answered.
 
         While ranks run, the data of a live view from a moment ago is recent enough, and a late reply is repeated at the
@@ -746,13 +746,13 @@ class Session:
         """
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
-        may_be_late = tick in {Tick.IN_TIME, Tick.LEFT}
+        may_be_late = tick in {DrainCause.IN_TIME, DrainCause.LEFT}
         self.drain(
             timeout_s=ASK_S if may_be_late else PATIENT_S,
-            max_age_s=SHARED_S if tick is Tick.IN_TIME else 0.0,
+            max_age_s=SHARED_S if tick is DrainCause.IN_TIME else 0.0,
         )
         request.work.on_tick(request.listener, self.trace)
-        if tick is Tick.IN_TIME:
+        if tick is DrainCause.IN_TIME:
             self._tell_who_works(request)
         return self._collector.heard
 
@@ -863,7 +863,7 @@ class Session:
     def _end(self, request: Request) -> dict[int, Position]:
         """Drain the rest of a command now, of a cell in a thread: most cells record nothing, so no one waits."""
         if request.work.is_command:
-            if self._take(request, Tick.ENDED).keys() >= set(self.living()):  # else the next request drains again
+            if self._take(request, DrainCause.ENDED).keys() >= set(self.living()):  # else the next request drains again
                 self._catch_up = lambda: None
         else:
             thread = threading.Thread(target=self.drain, name="workbench: drain", daemon=True)

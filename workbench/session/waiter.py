@@ -76,7 +76,7 @@ Requested = Literal["", "pause", "abort"]
 """What the user may request while ranks run."""
 
 
-class Means(Enum):
+class InterruptStage(Enum):
     """The means that a Ctrl-C uses, gentlest first; each is used once."""
 
     PAUSE = "stops inside the step"
@@ -85,7 +85,7 @@ class Means(Enum):
     ABANDON = "stops waiting"
 
 
-class Tick(Enum):
+class DrainCause(Enum):
     """Why the ranks are drained."""
 
     IN_TIME = "the ranks run"
@@ -118,7 +118,7 @@ class RequestWaiter:
         pending: PendingReplies,
         *,
         on_slice: Callable[[], None],
-        on_tick: Callable[[Tick], Mapping[int, Position]],
+        on_tick: Callable[[DrainCause], Mapping[int, Position]],
         num_outputs: Callable[[], int] = lambda: 0,
         can_pause: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -129,7 +129,7 @@ class RequestWaiter:
         self.running = set(pending.ranks)
         self._outcome = Outcome()
         self._can_pause = can_pause
-        self._used: Means | None = None  # by the last Ctrl-C
+        self._used: InterruptStage | None = None  # by the last Ctrl-C
         self._pause_requested = self._abort_requested = False
         self._aligns_first = False
         self._paused_at: float | None = None  # by a Ctrl-C
@@ -187,10 +187,11 @@ class RequestWaiter:
                 self._abort_if_aligned(stop)
             elif stop is not None:
                 self._hear_out()
-                self._on_tick(Tick.LEFT if stop.is_late else Tick.STOPPED)
+                self._on_tick(DrainCause.LEFT if stop.is_late else DrainCause.STOPPED)
                 return stop
         has_failed = self._outcome.failures or self._outcome.given_up
-        self._on_tick(Tick.LEFT if self._outcome.abandoned else Tick.FAILED if has_failed else Tick.ENDED)
+        ended = DrainCause.FAILED if has_failed else DrainCause.ENDED
+        self._on_tick(DrainCause.LEFT if self._outcome.abandoned else ended)
         return None
 
     def _hear_out(self) -> None:
@@ -204,7 +205,7 @@ class RequestWaiter:
         """Drain the ranks if it is time; return the stop if they are stopped, else None."""
         positions = None
         if self._clock() >= self._next_tick:
-            positions = self._on_tick(Tick.IN_TIME)
+            positions = self._on_tick(DrainCause.IN_TIME)
             self._next_tick = self._clock() + TICK_S
         elif self.stopper.eager:
             positions = self.stopper.ask_where(self.running)
@@ -270,38 +271,38 @@ class RequestWaiter:
     def next_means(self) -> str:
         """What the next Ctrl-C does: ``"Ctrl-C again gives up"``."""
         means = self._next()
-        is_aligning = means is Means.ABORT and self._align_until is not None
+        is_aligning = means is InterruptStage.ABORT and self._align_until is not None
         return f"Ctrl-C {'again ' if self._used else ''}{means.value}{' at once' if is_aligning else ''}"
 
     def _escalate(self) -> None:
         """Use the next means at a Ctrl-C."""
         self._used = self._next()
         match self._used:
-            case Means.PAUSE:
+            case InterruptStage.PAUSE:
                 self._paused_at = self._clock()
                 self._pause()
-            case Means.ABORT:
+            case InterruptStage.ABORT:
                 is_first = self._align_until is None
                 self._why = "interrupted"
                 if is_first and self._paused_at is not None and not self._outcome.failures:
                     self._align_until = self._paused_at + ALIGN_S  # the ranks may be about to stop
                 else:
                     self._give_up_at_once()
-            case Means.SIGNAL:
+            case InterruptStage.SIGNAL:
                 self._signal()
-            case Means.ABANDON:
+            case InterruptStage.ABANDON:
                 self._abandon()
 
-    def _next(self) -> Means:
+    def _next(self) -> InterruptStage:
         """Return the gentlest means that can help and was not used yet."""
-        if self.is_exhausted or self._used in {Means.SIGNAL, Means.ABANDON}:
-            return Means.ABANDON
+        if self.is_exhausted or self._used in {InterruptStage.SIGNAL, InterruptStage.ABANDON}:
+            return InterruptStage.ABANDON
         if self._align_until is not None:
-            return Means.ABORT
-        if self._outcome.given_up or self._used is Means.ABORT:
-            return Means.SIGNAL
+            return InterruptStage.ABORT
+        if self._outcome.given_up or self._used is InterruptStage.ABORT:
+            return InterruptStage.SIGNAL
         can_pause = self._can_pause and not self.stopper.is_pausing and not self._outcome.failures
-        return Means.PAUSE if can_pause and self._used is None else Means.ABORT
+        return InterruptStage.PAUSE if can_pause and self._used is None else InterruptStage.ABORT
 
     def _pause(self) -> None:
         self.stopper.pause(self.running)

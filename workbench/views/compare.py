@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from workbench.base.text_formats import byte_unit, format_bytes, format_duration, format_loss, format_share, plural
 from workbench.errors import UsageError
 from workbench.events import WORK, Category, Edge, Kind
-from workbench.replay.alignment import Alignment, Side
+from workbench.replay.alignment import Alignment, ComparedRank
 from workbench.replay.differences import CollectiveChange, Differences, PeakChange, TimeChange, differences
 from workbench.replay.grouping import join_names, label, pattern, ranges
 from workbench.replay.paused_time import without_holds
@@ -353,7 +353,7 @@ def _step_numbers(aligned: Alignment, place: int) -> list[str]:
 
 def _begins(aligned: Alignment, kinds: Sequence[Kind]) -> list[tuple[int, Kind, int]]:
     """Return place, kind and step of every begin of ``kinds`` on side ``a``."""
-    side: Side = aligned.a
+    side: ComparedRank = aligned.a
     places = np.flatnonzero(aligned.in_a >= 0)
     rows = side.rows[side.place]
     wanted = np.isin(rows["kind"], kinds) & (rows["edge"] == Edge.BEGIN)

@@ -123,7 +123,7 @@ def layout(trace: Trace, *, unit: str | None = None, fold: bool | None = None) -
     columns = max(part.num_shards for part in split)
     folded = len(split) > MAX_UNFOLDED if fold is None else fold
     groups, num_left_out = _largest(alike(split) if folded else [(part,) for part in split], columns)
-    places = list(_places(groups, is_told=bool(_policy_of_all(header))))
+    places = list(_places(groups, has_policy=bool(_policy_of_all(header))))
     finest = columns * len(groups) / MAX_SEGMENTS
     total = totals(split)
     fig = theme.figure(
@@ -201,16 +201,16 @@ def _fullest(header: Header) -> range:
     return range(max(len(param.rows_per_rank) for param in params) if any(p.use_orig_params for p in params) else 1)
 
 
-def _places(groups: list[Group], *, is_told: bool) -> Iterator[Place]:
+def _places(groups: list[Group], *, has_policy: bool) -> Iterator[Place]:
     """Yield the rows of the picture from the top: a heading per run of alike units, then its bars.
 
     Args:
         groups: parameters that share a bar.
-        is_told: whether the subtitle already has the policy of all units.
+        has_policy: whether the subtitle already has the policy of all units.
     """
     for _, run in groupby(groups, key=lambda group: group[0].unit.index):
         members = list(run)
-        policy = "" if is_told else _policy(members[0][0].unit)
+        policy = "" if has_policy else _policy(members[0][0].unit)
         yield from _rows(LabelRow(_heading(members) + policy, is_heading=True))
         for member in members:
             if _is_flat(member) and (cuts := _cuts(member[0])):

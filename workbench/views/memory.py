@@ -75,7 +75,7 @@ class MemoryPanel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scale:
+class MemoryAxis:
     """Unit of the memory axis (its size in bytes and its name), and the time axis."""
 
     num_bytes: int
@@ -295,7 +295,7 @@ def _draw(
     held = max(panel.peak.num_bytes + live.most_reserved(panel.shown) for panel in panels)
     high = max(top * _HEADROOM, held * 1.05, unsharded * 1.15 if is_near else 0)
     num_bytes, unit = byte_unit(high)
-    scale = Scale(num_bytes=num_bytes, byte_unit=unit, time=time)
+    scale = MemoryAxis(num_bytes=num_bytes, byte_unit=unit, time=time)
     classes = [c for c in Category if any(_has(panel.shown, c) for panel in panels)]
     max_moments = MAX_POINTS // (len(panels) * (len(classes) + 1))
     rows_each = 2 if is_sampled else 1
@@ -337,7 +337,7 @@ def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
     return {"annotations": found, "shapes": shapes, "margin": {"r": SIDE}, "above": _LINE_HEIGHT * (most - 1)}
 
 
-def _moments(panel: MemoryPanel, t_ns: Ints, scale: Scale) -> NDArray[np.float64]:
+def _moments(panel: MemoryPanel, t_ns: Ints, scale: MemoryAxis) -> NDArray[np.float64]:
     """Times on the axis, ascending, followed by the panel's end."""
     return scale.time(np.maximum.accumulate(np.append(t_ns, last_ns(panel.shown.rows))))
 
@@ -377,7 +377,7 @@ def _areas(header: Header, panel: MemoryPanel, series: MemorySeries, category: C
 
 
 def _add_areas(
-    fig: go.Figure, panel: MemoryPanel, series: MemorySeries, areas: Sequence[Area], scale: Scale, row: int
+    fig: go.Figure, panel: MemoryPanel, series: MemorySeries, areas: Sequence[Area], scale: MemoryAxis, row: int
 ) -> None:
     """Stack the areas in order, the first at the bottom; RESERVED is last, above the line of the total in use."""
     common = {
@@ -423,7 +423,7 @@ def _place(row: int, x: float, y: float) -> dict[str, object]:
     return {"x": x, "y": y, "xref": "x domain", "yref": "y domain", "xanchor": "left", "row": row, "col": 1}
 
 
-def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, row: int) -> None:
+def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: MemoryAxis, row: int) -> None:
     """Mark the peak; the hover describes what the rank was doing."""
     x, y = max(scale.time.at(panel.peak.t_ns), 0.0), panel.peak.num_bytes / scale.num_bytes
     left = x > scale.time.at(scale.time.end_ns) / 2
@@ -445,7 +445,7 @@ def _add_peak(fig: go.Figure, header: Header, panel: MemoryPanel, scale: Scale, 
     )
 
 
-def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int, *, has_activations: bool) -> None:
+def _add_unsharded(fig: go.Figure, unsharded: int, scale: MemoryAxis, row: int, *, has_activations: bool) -> None:
     fig.add_scatter(
         x=scale.time.layout["range"],
         y=[unsharded / scale.num_bytes] * 2,
@@ -460,7 +460,7 @@ def _add_unsharded(fig: go.Figure, unsharded: int, scale: Scale, row: int, *, ha
     )
 
 
-def _add_steps(fig: go.Figure, panel: MemoryPanel, scale: Scale, row: int) -> None:
+def _add_steps(fig: go.Figure, panel: MemoryPanel, scale: MemoryAxis, row: int) -> None:
     """Mark where each step begins, if there are several steps but not many."""
     rows = panel.shown.rows
     begins = rows[(rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.BEGIN)]

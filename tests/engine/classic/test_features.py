@@ -281,7 +281,7 @@ def asks_while_clipping(use_orig: bool) -> list[int]:
     for step in range(collective_order.REMEMBERED + 4):
         loss_of(model, batch(dist.get_rank(), step)).backward()
         with mock.patch.object(
-            collective_order.Board, "_add", autospec=True, side_effect=collective_order.Board._add
+            collective_order.MessageBoard, "_add", autospec=True, side_effect=collective_order.MessageBoard._add
         ) as add:
             model.clip_grad_norm_(0.05)
         found.append(add.call_count)

@@ -43,7 +43,7 @@ class CollectiveSpan:
 class WaitObserver(Protocol):
     """Callbacks during the wait for a collective."""
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Raise if the collective will never end, because a rank does something else."""
 
     def give_up(self, error: BaseException) -> None:
@@ -56,7 +56,7 @@ class WaitObserver(Protocol):
 class _Unwatched:
     """No-op observer."""
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Do nothing."""
 
     def give_up(self, error: BaseException) -> None:
@@ -88,7 +88,7 @@ def has_failed(future: Any) -> bool:  # noqa: ANN401
     return False
 
 
-class OfFuture:
+class FutureWork:
     """Work that ends with a future."""
 
     _future: torch.futures.Future[Any]
@@ -102,7 +102,7 @@ class OfFuture:
         self._future.wait()
 
 
-class _WaitedInAThread(OfFuture):
+class _WaitedInAThread(FutureWork):
     """Work without a future, given one by a thread that waits for it."""
 
     def __init__(self, work: AsyncWork) -> None:
@@ -118,7 +118,7 @@ class _WaitedInAThread(OfFuture):
             self._future.set_result(None)
 
 
-class AllOf(OfFuture):
+class CombinedWork(FutureWork):
     """Several collectives with one wait, which ends as soon as one fails: the others may then never end."""
 
     def __init__(self, works: Sequence[AsyncWork]) -> None:
@@ -188,7 +188,7 @@ class PendingWork:
     @property
     def goes_on(self) -> bool:
         """True if one part has failed while another still runs, maybe forever."""
-        return self._done.is_set() and isinstance(self._work, AllOf) and not self._work.has_ended
+        return self._done.is_set() and isinstance(self._work, CombinedWork) and not self._work.has_ended
 
     def wait(self) -> None:
         """Wait until the collective has completed or failed; on a device, make the current stream wait and return.
@@ -202,7 +202,7 @@ class PendingWork:
             while not self._done.wait(cancellable_waits.SLICE_S):
                 cancellation.check()
                 cancellable_waits.stop_point()
-                self._watch.look()
+                self._watch.check_peers()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.async_work import AllOf
+from workbench.engine.backends.async_work import CombinedWork
 from workbench.engine.backends.page_pool import Buffers
 from workbench.engine.backends.rank_sum import add_others
 from workbench.engine.cancellable_waits import AsyncWork
@@ -71,7 +71,7 @@ class GlooAllGather(_PooledBuffers):
                 exchange(places[source], [source], input_tensor, [target], group)
                 for source, target in neighbours(group)
             ]
-        work = works[0] if len(works) == 1 else AllOf(works)
+        work = works[0] if len(works) == 1 else CombinedWork(works)
         if async_op:
             return work
         work.wait()

@@ -154,7 +154,7 @@ class FlatSlice:
             set_local(self.original, whole)
         else:
             self.original.data = whole
-        vars(self.original).pop("_workbench_lease", None)
+        vars(self.original).pop("_workbench_handle", None)
 
 
 class FlatParam(FSDPParam):
@@ -565,23 +565,23 @@ class FlatParam(FSDPParam):
         for each in shown:
             each.take_back()
 
-    def add_sharded_grad(self, local_grad: torch.Tensor, lease: object) -> None:
+    def add_sharded_grad(self, local_grad: torch.Tensor, handle: object) -> None:
         """Accumulate ``local_grad`` ``[c]`` into the flat parameter's gradient, or its pieces into the originals'."""
         if not self.use_orig_params:
-            self._add(self.sharded_param, local_grad, lease)
+            self._add(self.sharded_param, local_grad, handle)
             return
         for part, piece in zip(self.parts, self.flat_layout.pieces_of(local_grad), strict=True):
             if part.held.requires_grad and piece.numel():
-                self._add(part.held, piece, lease)
+                self._add(part.held, piece, handle)
 
-    def _add(self, param: nn.Parameter, grad: torch.Tensor, lease: object) -> None:
+    def _add(self, param: nn.Parameter, grad: torch.Tensor, handle: object) -> None:
         if param.grad is not None:
             param.grad.add_(grad)
             return
         param.grad = grad
         if self.grad_dtype is not None:
             param.grad.data = grad.to(self.grad_dtype)
-        param.grad._workbench_lease = lease  # type: ignore[attr-defined]
+        param.grad._workbench_handle = handle  # type: ignore[attr-defined]
 
     def grads_by_groups(self, param: nn.Parameter, grad: torch.Tensor) -> Iterator[tuple[TPGroups, torch.Tensor]]:
         """Yield (:attr:`FlatSlice.tp_groups`, gradient) for an owned parameter's gradient, piece by piece if flat."""

@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from workbench.engine.backends.async_work import AllOf, OfFuture
+from workbench.engine.backends.async_work import CombinedWork, FutureWork
 from workbench.engine.backends.gloo import exchange, neighbours
 from workbench.engine.backends.rank_sum import add_others
 from workbench.engine.backends.shared import shared_memory
@@ -150,7 +150,7 @@ class Hosts:
         return list(range(self.shared.group.rank, self.group.size, self.num_local))
 
 
-class Relay:
+class TwoStepRelay:
     """Two-step collectives, with a group of ranks per step; second steps start in the order of the first steps.
 
     gloo matches the ranks' collectives only by their sequence number. First steps are issued in program order, which is
@@ -198,19 +198,19 @@ class Relay:
                     self._is_broken = not next_one.go_on(self.then)
 
 
-_relays: WeakValueDictionary[Peers, Relay] = WeakValueDictionary()
+_relays: WeakValueDictionary[Peers, TwoStepRelay] = WeakValueDictionary()
 """Relays by the group of their second steps; models that share a group share its relay, to keep one order."""
 
 
-def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, ...]) -> Relay:
+def relay_of(group: Peers, what: str, first: tuple[int, ...], then: tuple[int, ...]) -> TwoStepRelay:
     """Return the relay for one kind of collective of ``group``, with the ranks of each step; collective."""
     begin, end = (group.part(ranks, f"{step} {what}") for step, ranks in (("begin", first), ("end", then)))
-    relay = _relays.get(end) or Relay(begin, end)
+    relay = _relays.get(end) or TwoStepRelay(begin, end)
     _relays[end] = relay
     return relay
 
 
-class TwoSteps(OfFuture):
+class TwoSteps(FutureWork):
     """A two-step collective; it ends with the second step.
 
     Attributes:
@@ -278,7 +278,7 @@ def _exchanges(
     across: dist.ProcessGroup, given: Callable[[int], torch.Tensor], taken: Callable[[int], torch.Tensor]
 ) -> AsyncWork:
     """Start sending ``given(h)`` ``[S]`` to every other host h and receiving ``taken(h)`` ``[S]`` from it."""
-    return AllOf(
+    return CombinedWork(
         [exchange(taken(source), [source], given(target), [target], across) for source, target in neighbours(across)]
     )
 

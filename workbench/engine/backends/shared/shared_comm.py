@@ -166,7 +166,7 @@ class SharedMemoryCastAllGather:
         self._dtype = dtype
         self._readers = Readers(shared.group, shared.rows(3, torch.int64), PARAMETERS)
         self._stages: torch.Tensor | None = None  # [2, F * capacity]
-        self._lease: probe.BufferHandle | None = None
+        self._handle: probe.BufferHandle | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -187,11 +187,11 @@ class SharedMemoryCastAllGather:
             return
         self.release()
         self._stages = self._shared.rows(2 * numel * size // num_mapped, self._dtype).view(2, size * numel)
-        self._lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
+        self._handle = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self._stages.nbytes // num_mapped)
 
     def release(self) -> None:
         """Free the stages, on all ranks; the next ``allocate`` makes new ones."""
-        self._stages = self._lease = None
+        self._stages = self._handle = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return ``[F * S]`` of the next stage, for this rank to fill its row; all ranks use the same sizes in order.
@@ -386,7 +386,7 @@ class SharedMemoryReduceScatter:
 
     Attributes:
         traits: see :class:`workbench.engine.comm.CommTraits`.
-        lease: handle of the stages' memory; None while they have none.
+        handle: handle of the stages' memory; None while they have none.
     """
 
     traits = CommTraits(own_in_output=True, keeps_stages=True)
@@ -422,7 +422,7 @@ class SharedMemoryReduceScatter:
         self._stages: torch.Tensor | None = None  # [F, N, capacity]; outstanding reductions keep the old ones alive
         self._readers: Readers | None = None  # of the stages
         self._last = -1  # the readers' number of the last reduction; -1: none
-        self.lease: probe.BufferHandle | None = None
+        self.handle: probe.BufferHandle | None = None
         self._recent: deque[IssuedReduction] = deque(maxlen=max(max_outstanding, num_stages - max_outstanding))
 
     @property
@@ -450,7 +450,7 @@ class SharedMemoryReduceScatter:
 
     def release(self) -> None:
         """Free the stages, on all ranks; the next ``allocate`` makes new ones."""
-        self._stages = self._readers = self.lease = None
+        self._stages = self._readers = self.handle = None
 
     def empty(self) -> None:
         """Return the stages' memory to the system until the next ``allocate``, once the other ranks have read them.
@@ -460,7 +460,7 @@ class SharedMemoryReduceScatter:
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError: the wait for ranks that have yet to read failed.
         """
-        if self._readers is None or self.lease is None or self._generation != self._shared.group.index:
+        if self._readers is None or self.handle is None or self._generation != self._shared.group.index:
             return
         for reduction in self._recent:
             reduction.give_up_reading()
@@ -469,15 +469,15 @@ class SharedMemoryReduceScatter:
 
     def _give_back(self) -> None:
         if self._stages is not None and give_back_pages(self._stages[self._shared.group.rank]):
-            self.lease = None
+            self.handle = None
         else:
             self._take()
 
     def _take(self) -> None:
         """Allocate the stages' memory and count it."""
-        if self.lease is None and self._stages is not None:
+        if self.handle is None and self._stages is not None:
             take_pages(self._stages[self._shared.group.rank])
-            self.lease = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
+            self.handle = probe.BufferHandle(Category.RESERVED, probe.NO_UNIT, self.num_bytes)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return this rank's next stage, for the caller to fill; all ranks use the same sizes in order.

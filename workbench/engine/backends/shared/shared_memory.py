@@ -348,7 +348,7 @@ class Readers:
         return [i // 3 for i in places if self._numbers[i] <= number and i != self._own + column]
 
     def _check(self, behind: list[int]) -> None:
-        self._group.look()
+        self._group.check_peers()
         for rank in behind:
             if _has_ended(self._numbers[3 * rank]):
                 cancellation.check_after_failure()
