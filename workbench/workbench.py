@@ -35,7 +35,6 @@ from workbench.export import export
 from workbench.protocol.arguments import argument_of
 from workbench.protocol.breakpoints import Condition, parse_event, read_event, with_condition
 from workbench.protocol.commands import (
-    ON_RANKS,
     START_TIMEOUT_S,
     Command,
     Evaluate,
@@ -50,6 +49,7 @@ from workbench.protocol.commands import (
     Shard,
     ShardReply,
     ShowOutput,
+    Snapshot,
     Start,
     Step,
     Unshard,
@@ -94,6 +94,7 @@ from workbench.reports.results import (
     ReshardReport,
     RunReport,
     ShardReport,
+    SnapshotReport,
     Source,
     StartReport,
     StatusReport,
@@ -822,6 +823,7 @@ class Workbench:
     verify = on_ranks(Verify, VerifyReport)
     lint = on_ranks(Lint, LintReport)
     fault = on_ranks(InjectFault, InjectReport)
+    snapshot = on_ranks(Snapshot, SnapshotReport)
     save = on_ranks(Save, SaveReport)
     load = on_ranks(Load, LoadReport)
 
@@ -1430,11 +1432,6 @@ class Workbench:
         if topic and topic not in public:
             raise UsageError(f"there is no method {topic!r}; methods: {', '.join(public)}")
         return public[topic] if topic else "\n".join(f"{name}: {text.splitlines()[0]}" for name, text in public.items())
-
-
-for _declared in ON_RANKS.values():  # commands without a typed method above get an untyped one
-    if not hasattr(Workbench, _declared.method or _declared.word):
-        setattr(Workbench, _declared.word, on_ranks(_declared, Report))
 
 
 def _words_of(under_way: ActiveRequest | None) -> str:

@@ -722,7 +722,7 @@ def says(command: type[Command]) -> Callable[[Saying], Saying]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapshotReport(Report):
+class SnapshotReport(SnapshotReply, Report):
     """A snapshot was taken.
 
     Attributes:
@@ -730,10 +730,6 @@ class SnapshotReport(Report):
         kept_bytes: the largest number of bytes of snapshots that a rank keeps.
         seconds: how long it took.
     """
-
-    num_bytes: int
-    kept_bytes: int
-    seconds: float
 
     @property
     def headline(self) -> str:

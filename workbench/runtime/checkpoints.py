@@ -361,11 +361,6 @@ class Checkpoint:
     def _sum(self) -> int:
         return zlib.crc32(repr(sorted(self._keys)).encode() + repr(self.record).encode())
 
-    @property
-    def num_saved(self) -> int:
-        """Number of ranks whose own state it has."""
-        return sum(key.startswith(f"{RANKS}.") for key in self._keys)
-
     def load_into(
         self,
         objects: TrainingObjects,

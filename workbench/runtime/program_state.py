@@ -289,11 +289,15 @@ class _Kept(Protocol):
 class _Holder(ABC):
     """An object with references to others.
 
+    Args:
+        own: the object.
+
     Attributes:
         saved: the references, by their keys.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Any) -> None:  # noqa: ANN401 - of many types
+        self._own = own
         self.saved = self.now()
 
     @abstractmethod
@@ -352,10 +356,6 @@ def _has_state(value: Any) -> bool:  # noqa: ANN401 - anything
 class _Items(_Holder):
     """The items of a dictionary, or the attributes of an object."""
 
-    def __init__(self, own: dict[Any, Any]) -> None:
-        self._own = own
-        super().__init__()
-
     def now(self) -> dict[Any, Any]:
         return dict(self._own)
 
@@ -369,27 +369,23 @@ class _Items(_Holder):
 class _ClassAttributes(_Holder):
     """The attributes of a class that are neither methods nor descriptors."""
 
-    def __init__(self, cls: type) -> None:
-        self._cls = cls
-        super().__init__()
-
     def now(self) -> dict[str, Any]:
-        own = vars(self._cls).items()
+        own = vars(self._own).items()
         return {k: v for k, v in own if not k.startswith("__") and not hasattr(type(v), "__get__")}
 
     def put(self, key: str, value: object) -> None:
-        setattr(self._cls, key, value)
+        setattr(self._own, key, value)
 
     def drop(self, key: str) -> None:
-        delattr(self._cls, key)
+        delattr(self._own, key)
 
 
 class _Slots(_Holder):
     """The attributes of an object that its class has slots for."""
 
     def __init__(self, own: object, names: Iterable[str]) -> None:
-        self._own, self._names = own, tuple(names)
-        super().__init__()
+        self._names = tuple(names)
+        super().__init__(own)
 
     def now(self) -> dict[str, Any]:
         return {name: getattr(self._own, name) for name in self._names if hasattr(self._own, name)}
@@ -426,10 +422,6 @@ class _Ordered(_Holder):
 class _Elements(_Ordered):
     """The elements of a list or deque, by their places."""
 
-    def __init__(self, own: Any) -> None:  # noqa: ANN401 - list or deque
-        self._own = own
-        super().__init__()
-
     def now(self) -> dict[int, Any]:
         return dict(enumerate(self._own))
 
@@ -442,10 +434,6 @@ class _Elements(_Ordered):
 class _Members(_Ordered):
     """The members of a set."""
 
-    def __init__(self, own: set[Any]) -> None:
-        self._own = own
-        super().__init__()
-
     def now(self) -> dict[Any, Any]:
         return {each: each for each in self._own}
 
@@ -457,10 +445,6 @@ class _Members(_Ordered):
 
 class _Cell(_Holder):
     """A variable of a closure."""
-
-    def __init__(self, own: types.CellType) -> None:
-        self._own = own
-        super().__init__()
 
     def now(self) -> dict[str, Any]:
         try:
@@ -477,10 +461,6 @@ class _Cell(_Holder):
 
 class _Arguments(_Ordered):
     """The arguments of a partial call, or the defaults of a function, by their places."""
-
-    def __init__(self, own: Any) -> None:  # noqa: ANN401 - of both types
-        self._own = own
-        super().__init__()
 
     def now(self) -> dict[int, Any]:
         is_call = isinstance(self._own, functools.partial)

@@ -20,6 +20,7 @@ from workbench.runtime.program_state import ProgramState
 from workbench.runtime.step_observation import (
     GradObserver,
     OutputObserver,
+    is_equal,
     modules_of,
     pieces_of,
     relative,
@@ -123,7 +124,7 @@ def repeated(
         with _deterministic(operations):
             third = run()
             is_deterministic = not largest(int(_differs(third, run(third))))
-    equal = [_is_equal(a, b) for a, b in zip(first.params, second.params, strict=True)]
+    equal = [is_equal(a, b) for a, b in zip(first.params, second.params, strict=True)]
     sizes = [relative(b, a) for a, b in zip(first.params, second.params, strict=True)]
     return VerifyReply(
         num_params=len(equal),
@@ -147,10 +148,6 @@ def _floats(first: _Run, second: _Run) -> Iterator[tuple[torch.Tensor, torch.Ten
             yield a, b
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and relative(a, b) == 0.0
-
-
 def _differs(first: _Run, second: _Run) -> bool:
     found = _located(first, second, (), None)
     places = (found.output, found.grad, found.param, found.order, found.random, found.changed)
@@ -168,13 +165,13 @@ def _located(first: _Run, second: _Run, operations: tuple[str, ...], is_determin
     grad = param = None
     for position, name in enumerate(names):
         a, b = first.grads.values.get(name), second.grads.values.get(name)
-        if (a is None) != (b is None) or (a is not None and b is not None and not _is_equal(a, b)):
+        if (a is None) != (b is None) or (a is not None and b is not None and not is_equal(a, b)):
             size = relative(b, a) if a is not None and b is not None else float("inf")
             rows = first.pieces[name].rows
             grad = Difference(name=name, position=position, total=len(names), relative=size, rows=rows)
             break
     for position, (a, b) in enumerate(zip(first.params, second.params, strict=True)):
-        if not _is_equal(a, b):
+        if not is_equal(a, b):
             param = Difference(
                 name=f"tensor {position}", position=position, total=len(first.params), relative=relative(b, a)
             )

@@ -30,7 +30,7 @@ from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.lint_rules import DROPOUTS
 from workbench.runtime.namespace import variables
 from workbench.runtime.program_state import ProgramState, fingerprint, reachable
-from workbench.runtime.step_observation import relative
+from workbench.runtime.step_observation import is_equal, relative
 from workbench.runtime.trainer import loss_of
 from workbench.runtime.training_state import (
     TrainingObjects,
@@ -86,7 +86,7 @@ def resumed(
         fresh = [name for name, each in objects.optimizers.items() if steps_of[name] > _num_entries(each)]
         resumed_loss = loss_of(step())
         found = _values(training_objects(rank))
-    wrong = [name for name, value in found.items() if not _is_equal(value, expected[name])]
+    wrong = [name for name, value in found.items() if not is_equal(value, expected[name])]
     worst = max((relative(found[name], expected[name]) for name in wrong), default=0.0)
     has_equal_random = draws and _has_equal_random(checkpoint.of_ranks)
     equal = ["all ranks saved the same random numbers"] if has_equal_random and not dropouts else []
@@ -100,7 +100,7 @@ def resumed(
         fresh=tuple(fresh),
         not_held=tuple(name for name in _not_held(stepped, objects, held) if name not in fresh),
         changed=tuple(changed),
-        has_changed=any(not _is_equal(value, before[name]) for name, value in expected.items()),
+        has_changed=any(not is_equal(value, before[name]) for name, value in expected.items()),
         dropout=next(iter(dropouts), "") if has_equal_random else "",
         detached=tuple(detached),
         notes=(*reply.notes, *equal),
@@ -190,7 +190,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 def _differences(live: TrainingSnapshot, loaded: TrainingSnapshot, others: Mapping[str, Any]) -> Iterator[str]:
     """Yield how the state after a load differs from the live one, the first entry of each object, a sentence each."""
     for name, tensor in live.tensors.items():
-        if name in loaded.tensors and not _is_equal(tensor, loaded.tensors[name]):
+        if name in loaded.tensors and not is_equal(tensor, loaded.tensors[name]):
             yield f"{name} has other values in the checkpoint"
     for name, options in live.options.items():
         yield from _different(options["groups"], loaded.options[name]["groups"], f"{name}.param_groups")
@@ -205,7 +205,7 @@ def _different(live: Any, saved: Any, name: str) -> Iterator[str]:  # noqa: ANN4
     elif isinstance(live, (list, tuple)) and isinstance(saved, (list, tuple)) and len(live) == len(saved):
         pairs = [(f"{name}[{place}]", *both) for place, both in enumerate(zip(live, saved, strict=True))]
     elif isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if not _is_equal(local_part(live).cpu(), local_part(saved).cpu()):
+        if not is_equal(local_part(live).cpu(), local_part(saved).cpu()):
             yield f"{name} has other values in the checkpoint"
         return
     else:
@@ -217,10 +217,6 @@ def _different(live: Any, saved: Any, name: str) -> Iterator[str]:  # noqa: ANN4
 
 def _values(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     return {name: local_part(tensor).detach().to("cpu", copy=True) for name, tensor in model_tensors(objects)}
-
-
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and relative(a, b) == 0.0
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

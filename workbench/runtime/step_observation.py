@@ -309,3 +309,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if not math.isfinite(error):
         return math.inf
     return error / scale if scale else math.inf
+
+
+def is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors have one shape and the same values, NaN included."""
+    return a.shape == b.shape and relative(a, b) == 0.0

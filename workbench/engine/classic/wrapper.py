@@ -55,11 +55,9 @@ from workbench.engine.fsdp_state import attach, state_of, units_of
 from workbench.engine.managed_params import _get_managed_modules, _get_param_module_infos, mark_taken
 from workbench.engine.mesh import FSDPMeshInfo
 from workbench.engine.module_names import WRAPPED, clean
-from workbench.engine.param import ParamModuleInfo, check_uniform
+from workbench.engine.param import check_uniform
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnitPolicy
-
-Given = list[tuple[nn.Parameter, ParamModuleInfo]]
 
 
 class FullyShardedDataParallel(WrapperAttributes, OptimStateDicts, nn.Module):
