@@ -1,4 +1,4 @@
-"""What a program may tell a recording of itself: numbers of a step, and the units of an FSDP of your own.
+"""What a program may add to a recording of itself: numbers of a step, and the units of an FSDP of your own.
 
 Everything is a no-op where nothing records.
 """

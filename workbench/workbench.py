@@ -440,7 +440,7 @@ class Workbench:
 
     @property
     def held_by(self) -> str:
-        """Who else controls the ranks, in words: this workbench can then only view them; empty: nobody else."""
+        """The other notebook that controls the ranks, in words: this one can then only view them; empty: none."""
         session = self._session
         return "" if session is None else session.cluster.held_by
 

@@ -60,9 +60,9 @@ def reshard_module(
 
     User settings stay: the dims of ``shard_placement_fn``, ignored, frozen and tied parameters, module hooks,
     post-accumulate-grad hooks of parameters, and all setters of :class:`FSDPModule`. A new unit takes the settings of
-    the unit its module was in; prefetch lists drop modules that are no longer units. Lost are other hooks and
-    attributes of replaced parameters, and the setting of ``set_allocate_memory_from_process_group_for_comm``. A graph
-    recorded before cannot run backward afterwards.
+    the unit its module was in; prefetch lists drop modules that are no longer units. Other hooks and attributes of
+    replaced parameters are lost, and so is ``set_allocate_memory_from_process_group_for_comm``. A graph recorded before
+    cannot run backward afterwards.
 
     Args:
         module: the root of the tree.

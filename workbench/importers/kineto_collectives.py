@@ -230,9 +230,9 @@ def _num_bytes(
 ) -> int:
     """Return the payload of a collective in bytes; 0 if unknown: the profile was made without shapes."""
     key = "Out msg nelems" if kind is Kind.ALL_GATHER else "In msg nelems"
-    told = args.get(key)
-    if type(told) is int and 0 <= told < MAX_NUMEL:
-        return told * itemsize_of(args.get("dtype"))
+    num_elements = args.get(key)
+    if type(num_elements) is int and 0 <= num_elements < MAX_NUMEL:
+        return num_elements * itemsize_of(args.get("dtype"))
     dims, types = call_args.get("Input Dims"), call_args.get("Input type")
     if isinstance(dims, list) and isinstance(types, list) and types and itemsize_of(types[0]):
         # of a single-tensor collective: output and input

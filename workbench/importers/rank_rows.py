@@ -118,16 +118,16 @@ def _values_at(t_ns: np.ndarray, stretches: Sequence[Period], outside: int) -> n
 
 def _device_rows(rows: Sequence[EventRow], strings: list[str]) -> np.ndarray:
     """Return a DEVICE row for every row that the device has reached."""
-    told = [(place, row) for place, row in enumerate(rows) if row.device_ns is not None]
-    found = np.zeros(len(told), ROW_DTYPE)
+    timed = [(place, row) for place, row in enumerate(rows) if row.device_ns is not None]
+    found = np.zeros(len(timed), ROW_DTYPE)
     places = {name: place for place, name in enumerate(strings)}
-    for _, row in told:
+    for _, row in timed:
         if row.stream not in places:
             places[row.stream] = len(strings)
             strings.append(row.stream)
-    found["t_ns"] = [row.device_ns for _, row in told]
-    found["value"] = [place for place, _ in told]
-    found["module"] = [places[row.stream] for _, row in told]
+    found["t_ns"] = [row.device_ns for _, row in timed]
+    found["value"] = [place for place, _ in timed]
+    found["module"] = [places[row.stream] for _, row in timed]
     found["step"], found["unit"], found["comm_group"], found["comm_seq"] = -1, NO_UNIT, -1, -1
     found["kind"], found["edge"], found["category"] = Kind.DEVICE, Edge.INSTANT, NO_CATEGORY
     return found

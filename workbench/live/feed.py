@@ -147,10 +147,10 @@ def memory_of(parts: Sequence[FeedRows], limit: int | None) -> tuple[NDArray[np.
     for group, (part, is_first) in enumerate(parts):
         series = memory.series(part, None if limit is None else max(limit // len(parts), 4))
         begin = 0 if is_first else 1  # else the view has the state before
-        told = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
-        told["group"], told["num_bytes"] = group, series.num_bytes[begin:]
-        told["t_ns"] = series.t_ns[begin:]
-        found.append(told)
+        sent = np.empty(len(series.t_ns[begin:]), MEMORY_DTYPE)
+        sent["group"], sent["num_bytes"] = group, series.num_bytes[begin:]
+        sent["t_ns"] = series.t_ns[begin:]
+        found.append(sent)
         is_exact = is_exact and series.is_exact
     return np.concatenate(found), is_exact
 
@@ -167,11 +167,11 @@ def states_of(parts: Sequence[FeedRows], num_units: int, limit: int | None) -> t
     for group, (part, is_first) in enumerate(parts):
         spans = states.spans(part, range(max(num_units, 1)) if is_first else ())
         kept = spans.begin_seq >= (part.start.seq - 1 if is_first else part.start.seq)
-        told = np.empty(int(kept.sum()), STATE_DTYPE)
-        told["group"], told["unit"], told["state"] = group, spans.unit[kept], spans.state[kept]
-        told["t_ns"] = spans.begin_ns[kept]
-        found.append(told if limit is None else _last_of_bins(told, limit // (max(num_units, 1) * len(parts))))
-        is_exact = is_exact and len(found[-1]) == len(told)
+        sent = np.empty(int(kept.sum()), STATE_DTYPE)
+        sent["group"], sent["unit"], sent["state"] = group, spans.unit[kept], spans.state[kept]
+        sent["t_ns"] = spans.begin_ns[kept]
+        found.append(sent if limit is None else _last_of_bins(sent, limit // (max(num_units, 1) * len(parts))))
+        is_exact = is_exact and len(found[-1]) == len(sent)
     return np.concatenate(found), is_exact
 
 

@@ -1,4 +1,4 @@
-"""The fold of one growing trace that all its live views share: each row is read once, whoever looks.
+"""The fold of one growing trace that all its live views share: each row is read once for all views.
 
 A :class:`Fold` holds what the replay functions return for the trace so far: memory with its peak and unit states of
 each rank, finished steps, groups of alike ranks, the cuts of the time axis, and the spans of the drawn ranks. A client

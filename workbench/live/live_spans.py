@@ -59,7 +59,7 @@ class RankSpans:
     def __init__(self, from_seq: int = 0) -> None:
         self._from_seq = from_seq  # rows before this one are no longer needed
         self._end_seq = from_seq
-        self._told = dict.fromkeys(range(1, NUM_TRACKS), -1)  # BEGIN row of the last span returned
+        self._last_seq = dict.fromkeys(range(1, NUM_TRACKS), -1)  # BEGIN row of the last span returned
         self._until_ns = np.iinfo(np.int64).min  # compute has been returned up to here
         self.open = np.empty(0, SPAN_DTYPE)
 
@@ -89,7 +89,7 @@ class RankSpans:
             rows, end_seq = _of_device(rank_trace, RankTrace(rank_trace.rank, rows, KeyFrame(seq=first_seq)), header)
         rows = rows if cuts is None else cuts.rows(rows)
         every = end_aborted(spans(rows, _READ), rows)  # computed once: this dominates the time
-        parts = [self._compute(rows, every), *(self._whole(rows, every, track) for track in self._told)]
+        parts = [self._compute(rows, every), *(self._whole(rows, every, track) for track in self._last_seq)]
         oldest_open = int(every.begin_seq[every.end_seq < 0].min(initial=end_seq))
         self._from_seq, self._end_seq = oldest_open, until_seq
         ended, self.open = (np.concatenate(found) for found in zip(*parts, strict=True))
@@ -104,41 +104,41 @@ class RankSpans:
         goes_on[-1:] = np.isin(owner[-1:], innermost)
         ended = np.flatnonzero(fresh & ~goes_on)
         self._until_ns = int(end_ns[ended[-1]]) if len(ended) else self._until_ns
-        told = _told(found, owner, 0, begin_ns, end_ns)
+        table = _table(found, owner, 0, begin_ns, end_ns)
         if not len(innermost) or innermost[0] in owner[-1:]:
-            return told[fresh & ~goes_on & shown], told[goes_on & shown]
+            return table[fresh & ~goes_on & shown], table[goes_on & shown]
         now_ns = found.begin_ns[innermost]  # it began with the last row and owns no time yet
-        just_begun = _told(found, innermost, 0, now_ns, now_ns)
-        return told[fresh & ~goes_on & shown], just_begun[is_compute(found)[innermost]]
+        just_begun = _table(found, innermost, 0, now_ns, now_ns)
+        return table[fresh & ~goes_on & shown], just_begun[is_compute(found)[innermost]]
 
     def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
         """Return collectives or waits; unlike compute, these may overlap."""
         found = _of(every, on_track(RANK_TRACKS[track]))
-        mine = np.flatnonzero(found.begin_seq > self._told[track])
+        mine = np.flatnonzero(found.begin_seq > self._last_seq[track])
         waits_on = np.flatnonzero(found.end_seq[mine] < 0)
         count = int(waits_on[0]) if len(waits_on) else len(mine)  # in the order they began: up to the first open one
         if count:
-            self._told[track] = int(found.begin_seq[mine[count - 1]])
-        told = _told(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
+            self._last_seq[track] = int(found.begin_seq[mine[count - 1]])
+        table = _table(found, mine, track, found.begin_ns[mine], closed(found, rows).end_ns[mine])
         if track == NUMBER[Track.WAIT]:
-            told["exposed"], told["issue_ns"] = 1, _issued_ns(every, found)[mine]
+            table["exposed"], table["issue_ns"] = 1, _issued_ns(every, found)[mine]
         else:
-            told["exposed"] = _was_waited_for(every, found)[mine]
-        return told[:count], told[waits_on]
+            table["exposed"] = _was_waited_for(every, found)[mine]
+        return table[:count], table[waits_on]
 
 
 def _of_device(whole: RankTrace, part: RankTrace, header: Header) -> tuple[Rows, int]:
     """Return a part of a rank's trace at device times, and the first row that the device has not reached."""
-    told = on_device(whole, part, header)
-    return (part.rows[:0], part.start.seq) if told is None else (told.part.rows, told.end_seq)
+    moved = on_device(whole, part, header)
+    return (part.rows[:0], part.start.seq) if moved is None else (moved.part.rows, moved.end_seq)
 
 
-def _told(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
-    told = np.empty(len(which), SPAN_DTYPE)
-    told["track"], told["exposed"], told["count"], told["issue_ns"] = track, 0, 1, -1
-    told["kind"], told["unit"], told["num_bytes"] = found.kind[which], found.unit[which], found.num_bytes[which]
-    told["begin_ns"], told["end_ns"] = begin_ns, end_ns
-    return told
+def _table(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) -> NDArray[np.void]:
+    table = np.empty(len(which), SPAN_DTYPE)
+    table["track"], table["exposed"], table["count"], table["issue_ns"] = track, 0, 1, -1
+    table["kind"], table["unit"], table["num_bytes"] = found.kind[which], found.unit[which], found.num_bytes[which]
+    table["begin_ns"], table["end_ns"] = begin_ns, end_ns
+    return table
 
 
 def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:

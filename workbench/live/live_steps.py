@@ -74,13 +74,13 @@ class Steps:
         count = _num_ready(states, name)
         if count:
             self._newest = self.progress(trace.header.strings)
-        told = _learned(states, name, count)
-        self._take_waits(told)
-        told["model"] = self._models(trace, states, told["step"])
+        learned = _learned(states, name, count)
+        self._take_waits(learned)
+        learned["model"] = self._models(trace, states, learned["step"])
         self._states = {rank: _without(state, count) for rank, state in self._states.items()}
-        self._parts = [*self._parts, told] if count else self._parts
+        self._parts = [*self._parts, learned] if count else self._parts
         self.count += count
-        return told
+        return learned
 
     def following(self, after: int) -> NDArray[np.void]:
         """Return the steps that follow the first ``after``, of LEARNED_DTYPE: the last MAX_STEPS of them."""
@@ -105,19 +105,19 @@ class Steps:
             now = replace(now, loss=known.loss, loss_step=known.loss_step)
         return now if now.done else replace(now, step_ns=known.step_ns, tokens_per_s=known.tokens_per_s)
 
-    def _take_waits(self, told: NDArray[np.void]) -> None:
+    def _take_waits(self, learned: NDArray[np.void]) -> None:
         """Fill in each step's exposed share and which rank waits least; drop the waits of these and older steps."""
         ranks = sorted(self._waits_ns)
-        waited = [[self._waits_ns[rank].get(step, 0) for rank in ranks] for step in told["step"].tolist()]
-        waits_ns = np.array(waited, np.int64).reshape(len(told), len(ranks))
-        step_ns = np.maximum(told["step_ns"], 1)
-        told["exposed"] = np.clip(waits_ns.mean(axis=1) / step_ns, 0, 1) if ranks else 0
+        waited = [[self._waits_ns[rank].get(step, 0) for rank in ranks] for step in learned["step"].tolist()]
+        waits_ns = np.array(waited, np.int64).reshape(len(learned), len(ranks))
+        step_ns = np.maximum(learned["step_ns"], 1)
+        learned["exposed"] = np.clip(waits_ns.mean(axis=1) / step_ns, 0, 1) if ranks else 0
         spread = waits_ns.max(axis=1, initial=0) - (waits_ns.min(axis=1) if ranks else 0)
-        least = np.array(ranks, np.int64)[waits_ns.argmin(axis=1)] if ranks else np.full(len(told), -1)
-        told["spread_ns"] = spread
-        told["waits_least"] = np.where(spread > LATE * step_ns, least, -1)
-        if len(told):
-            last = int(told["step"][-1])
+        least = np.array(ranks, np.int64)[waits_ns.argmin(axis=1)] if ranks else np.full(len(learned), -1)
+        learned["spread_ns"] = spread
+        learned["waits_least"] = np.where(spread > LATE * step_ns, least, -1)
+        if len(learned):
+            last = int(learned["step"][-1])
             for rank, waits in self._waits_ns.items():
                 self._waits_ns[rank] = {step: ns for step, ns in waits.items() if step > last}
 
@@ -153,21 +153,21 @@ def _num_ready(states: list[TrainingProgress], name: int) -> int:
 
 
 def _learned(states: list[TrainingProgress], name: int, count: int) -> NDArray[np.void]:
-    told = np.empty(count, LEARNED_DTYPE)
+    learned = np.empty(count, LEARNED_DTYPE)
     if not count:
-        return told
+        return learned
     steps = np.stack([state.steps[:count] for state in states])  # [ranks, count]
-    told["step"] = steps["step"][0]
-    told["end_ns"] = steps["end_ns"].max(axis=0)
-    told["step_ns"] = (steps["end_ns"] - steps["begin_ns"] - steps["held_ns"]).max(axis=0)
+    learned["step"] = steps["step"][0]
+    learned["end_ns"] = steps["end_ns"].max(axis=0)
+    learned["step_ns"] = (steps["end_ns"] - steps["begin_ns"] - steps["held_ns"]).max(axis=0)
     logged = np.concatenate([s.values[s.values["name"] == name] for s in states])
-    place = np.searchsorted(told["step"], logged["step"])
-    mine = (place < count) & (told["step"][np.minimum(place, count - 1)] == logged["step"])
+    place = np.searchsorted(learned["step"], logged["step"])
+    mine = (place < count) & (learned["step"][np.minimum(place, count - 1)] == logged["step"])
     total = np.bincount(place[mine], logged["value"][mine], count)
     number = np.bincount(place[mine], minlength=count)
-    told["loss"] = np.where(number > 0, total / np.maximum(number, 1), np.nan)
-    told["has_loss"] = number > 0
-    return told
+    learned["loss"] = np.where(number > 0, total / np.maximum(number, 1), np.nan)
+    learned["has_loss"] = number > 0
+    return learned
 
 
 def _without(state: TrainingProgress, count: int) -> TrainingProgress:

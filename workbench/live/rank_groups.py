@@ -34,7 +34,7 @@ class RankGroups:
         return self._split(ranks) or is_new
 
     def _skip_gaps(self, ranks: list[RankTrace]) -> None:
-        """Compare no step of which a rank lacks rows."""
+        """Skip steps for which a rank has lost rows."""
         for rank_trace in ranks:
             if rank_trace.start.seq > self._seen.get(rank_trace.rank, 0) and len(rank_trace.steps):
                 self._seen[rank_trace.rank] = rank_trace.start.seq
@@ -56,7 +56,7 @@ class RankGroups:
         return before != self.groups
 
     def _marks(self, ranks: list[RankTrace]) -> dict[int, tuple[bytes, np.ndarray]]:
-        """Return by rank what to compare in the steps that all have finished since the last call; empty without any."""
+        """Return each rank's signature over the steps that all finished since the last call; empty without any."""
         new = {r.rank: r.rows[max(self._seen.get(r.rank, 0) - r.start.seq, self._place(r)) :] for r in ranks}
         ends = {
             rank: np.flatnonzero((rows["kind"] == Kind.STEP) & (rows["edge"] == Edge.END)) for rank, rows in new.items()

@@ -98,11 +98,11 @@ class StateAt:
         rank_trace = trace.rank(rank)
         begin, end = self.between(trace, rank, begin_ns, end_ns)
         rows = rank_trace.rows[begin:end]
-        told = of_kind(rows, (*MOVES, *states.CHANGING_KINDS))
-        found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[told]])
+        changes = of_kind(rows, (*MOVES, *states.CHANGING_KINDS))
+        found = np.concatenate([np.zeros(1, ROW_DTYPE), rows[changes]])
         found["kind"][0], found["unit"][0] = Kind.LOG, -1
         found["t_ns"][0] = max(begin_ns, int(rank_trace.rows["t_ns"][0]))
-        found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[told]  # the rows before arrived by begin_ns
+        found["t_ns"][1:] = np.maximum.accumulate(rows["t_ns"])[changes]  # the rows before arrived by begin_ns
         seq = rank_trace.start.seq + begin
         return RankTrace(rank, found, _advanced(rank_trace, self._frame_before(rank_trace, seq - 1)[0], seq))
 

@@ -37,8 +37,8 @@ def window(fold: Fold, begin_ns: int, end_ns: int) -> Increment:
     """Return spans, memory and states from ``begin_ns`` to ``end_ns``, at displayed times, the state there first."""
     trace, groups, ranks = fold.trace, fold.groups, fold.drawn
     recorded = {rank_trace.rank for rank_trace in trace.ranks if len(rank_trace.rows)}
-    told = groups if recorded.issuperset(group[0] for group in groups) else ()  # else the next feed restarts the view
-    found = [fold.moments.part(trace, group[0], begin_ns, end_ns) for group in told]
+    drawn = groups if recorded.issuperset(group[0] for group in groups) else ()  # else the next feed restarts the view
+    found = [fold.moments.part(trace, group[0], begin_ns, end_ns) for group in drawn]
     parts = [(replace(part, rows=fold.cuts.rows(part.rows)), True) for part in found]
     limit = None if all(map(_is_few, found)) else MOST * len(parts)
     told_memory, all_memory = memory_of(parts, limit)
@@ -53,7 +53,7 @@ def window(fold: Fold, begin_ns: int, end_ns: int) -> Increment:
         open=np.empty(0, SPAN_DTYPE),
         memory=told_memory,
         states=told_states,
-        is_exact=len(told) == len(groups) and all_memory and all_states and len(every) <= MOST_SPANS,
+        is_exact=len(drawn) == len(groups) and all_memory and all_states and len(every) <= MOST_SPANS,
         steps=np.empty(0, LEARNED_DTYPE),
     )
 

@@ -64,11 +64,11 @@ class FunctionalWork:
     """What stands for the work of a functional collective, which Python does not get."""
 
     def get_future(self) -> Any:  # noqa: ANN401 - never returns
-        """Raise RuntimeError: when it ended is not told."""
+        """Raise RuntimeError: the time of its end is not known."""
         raise RuntimeError("a functional collective has no future")
 
     def is_completed(self) -> bool:
-        """Return True: at the end of a watch, what nobody waited for counts as ended."""
+        """Return True: at the end of a watch, a collective without a wait counts as ended."""
         return True
 
 

@@ -1,4 +1,4 @@
-"""Every collective of a c10d program as events, whoever issues it."""
+"""Every collective of a c10d program as events."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class CollectiveWatch:
     def _between(self, group: dist.ProcessGroup, kind: Kind, peer: int) -> _Group | None:
         """Return the group of a sender and a receiver, of which this rank is one; None if the other is unknown.
 
-        What is sent on one is numbered in the order of the calls. Tags are not told by hooks, and not looked at.
+        Messages of a pair are numbered in the order of the calls. Hooks do not report tags, so tags are ignored.
         """
         if peer < 0:
             return None
@@ -243,7 +243,7 @@ class CollectiveWatch:
         """Announce the ends of asynchronous calls that have ended meanwhile; callable from any thread.
 
         Args:
-            is_last: do not wait for the transport to tell when one ended that has.
+            is_last: do not wait for the transport's end times of collectives that have ended.
         """
         for work, call in self._flying():
             if call.ended_ns is not None or (is_last and work.is_completed()):

@@ -119,7 +119,7 @@ class Watch:
         self._saved = Patches("activations are", self._say)
 
     def begin(self) -> Watch:
-        """Begin to watch; what an earlier time told the probe still holds."""
+        """Begin to watch; what an earlier watch announced still holds."""
         self._new_patches()
         if probe.active is not None:
             probe.active.source(SOURCE)

@@ -190,7 +190,7 @@ class OwnUnits:
     # ---- used by its units
 
     def _begins(self) -> bool:
-        """Return whether a probe is active; announce to it what it does not know yet."""
+        """Return whether a probe is active; first announce the units that it has not seen."""
         if probe.active is None:
             return False
         if probe.active is not self._probe:
@@ -215,7 +215,7 @@ class OwnUnits:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Note an error that leaves the body: what had begun in it has no end."""
+        """Record that the body raised: its open events get no END."""
         try:
             yield
         except BaseException:

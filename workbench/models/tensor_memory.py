@@ -1,4 +1,4 @@
-"""Bytes of all tensors of a process while a step runs, whoever holds them, and whatever an engine announces."""
+"""Bytes of all tensors of a process while a step runs, independent of what an engine announces."""
 
 from __future__ import annotations
 

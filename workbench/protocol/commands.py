@@ -1276,7 +1276,7 @@ class InjectFault(Command):
 
 @command("faults", needs_ranks=False, looks=True)
 class Faults(Command):
-    """List the faults that can be injected, and what names each."""
+    """List the faults that can be injected, and which check detects each."""
 
 
 # ---- what was recorded

@@ -1,4 +1,4 @@
-"""What a launcher tells a process of its run, through the environment: its rank, and how many there are."""
+"""Rank and world size from the launcher's environment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Place:
 
 
 def place(environ: Mapping[str, str]) -> Place:
-    """Return the place that the environment tells; a run of one rank if it tells none.
+    """Return the place that the environment names; without one, that of a run of one rank.
 
     Raises:
         ValueError: a variable is not a number, or the rank is not below the number of ranks.

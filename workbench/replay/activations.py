@@ -55,7 +55,7 @@ def moves(rows: Rows) -> Ints:
 def comparable(first: Trace, second: Trace) -> tuple[Trace, Trace, str]:
     """Return two traces without the activations that only one of them has, and a note about it; empty: there are none.
 
-    Their rows stay, without bytes: a trace in which nobody watched activations does not hold less.
+    Their rows stay, without bytes: a trace without watched activations does not hold less.
     """
     have = [any(len(moves(rank.rows)) for rank in trace.ranks) for trace in (first, second)]
     if have[0] == have[1]:

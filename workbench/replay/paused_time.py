@@ -208,10 +208,10 @@ def _changes(rows: Rows, before: _Stance) -> tuple[_Changes, _Stance]:
     return found, after
 
 
-def _latest(tells: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
-    """Return for each row the ``value`` of the last row up to it where ``tells``; ``before`` if there is none."""
-    place = np.maximum.accumulate(np.where(tells, np.arange(len(tells)), -1))
-    found: NDArray[np.bool_] = np.where(place >= 0, value[place], before) if len(tells) else value
+def _latest(is_known: NDArray[np.bool_], value: NDArray[np.bool_], *, before: bool) -> NDArray[np.bool_]:
+    """Return for each row the ``value`` of the last row up to it where ``is_known``; ``before`` if there is none."""
+    place = np.maximum.accumulate(np.where(is_known, np.arange(len(is_known)), -1))
+    found: NDArray[np.bool_] = np.where(place >= 0, value[place], before) if len(is_known) else value
     return found
 
 

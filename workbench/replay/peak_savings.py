@@ -160,12 +160,12 @@ def _kept(rows: Rows, unit: int) -> list[tuple[int, int, int]]:
     """Return where a unit stays unsharded: the row after its forward, where it would be gathered, its backward."""
     mine = np.flatnonzero(rows["unit"] == unit)
     kind, edge = rows["kind"][mine], rows["edge"][mine]
-    tells = (
+    decides = (
         ((kind == Kind.FORWARD) & (edge == Edge.END))
         | ((kind == Kind.BACKWARD) & (edge == Edge.BEGIN))
         | (kind == Kind.RESHARD)
     )
-    places, kinds = mine[tells], kind[tells]
+    places, kinds = mine[decides], kind[decides]
     pairs = np.flatnonzero((kinds[:-1] == Kind.FORWARD) & (kinds[1:] == Kind.BACKWARD))
     if not len(pairs):
         return []

@@ -72,7 +72,9 @@ class UnitHistory:
         return self.events[-1].cause
 
 
-_TELLS = np.isin(np.arange(256), (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD))
+_IS_USED = np.isin(
+    np.arange(256), (Kind.UNSHARD, Kind.ALL_GATHER, Kind.RESHARD, Kind.RESET, Kind.FORWARD, Kind.BACKWARD)
+)
 _IS_PASS = np.isin(np.arange(256), (Kind.FORWARD, Kind.BACKWARD))
 _IS_FORWARD = np.arange(256) == Phase.FORWARD
 _FREES = (Kind.RESHARD, Kind.RESET)
@@ -85,9 +87,9 @@ def history(rank_trace: RankTrace, unit: int, seq: int | None = None) -> UnitHis
 
 def histories(rank_trace: RankTrace, units: tuple[int, ...], seq: int | None = None) -> dict[int, UnitHistory]:
     """Return the history of each of some units, as :func:`history`."""
-    rows, tells = rank_trace.rows, _TELLS[rank_trace.kinds]
+    rows, is_used = rank_trace.rows, _IS_USED[rank_trace.kinds]
     count = len(rows) if seq is None else max(seq + 1 - rank_trace.start.seq, 0)
-    places = np.flatnonzero(tells[:count])
+    places = np.flatnonzero(is_used[:count])
     of_unit = rows["unit"][places]
     before = rank_trace.start.unit_states
     return {unit: _of_unit(rank_trace, places[of_unit == unit], before.get(unit, UnitState.SHARDED)) for unit in units}

@@ -36,7 +36,7 @@ class InjectReport(Report):
 
     @property
     def headline(self) -> str:
-        """What is on now, or what was."""
+        """The injected fault, or the one just removed."""
         if not self.words:
             return "a fault is on: find out which one"
         return f"fault {self.name} is {'on' if self.is_on else 'off'}: {self.words}"

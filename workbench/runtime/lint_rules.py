@@ -672,11 +672,11 @@ def left_out_of_optimizer(target: LintTarget) -> Iterator[Finding]:
     holding = sorted({name for param, name in target.held.items() if param in of_model})
     if not holding:
         return
-    told = {name for *_, free in _stale(target) for name in free}
+    stale = {name for *_, free in _stale(target) for name in free}
     names, nbytes = [], 0
     for unit in target.units:
         for name, param, tensors in unit.named():
-            if told.issuperset(part for part, *_ in parts_of(param)):
+            if stale.issuperset(part for part, *_ in parts_of(param)):
                 continue
             parts = [part for part, _, trained in parts_of(param) if trained]
             held = id(tensors.shard) in target.held or any(id(target.params.get(n)) in target.held for n in parts)

@@ -50,7 +50,7 @@ class LintUnit:
     Attributes:
         info: its description.
         tensors: its parameters' tensors on this rank, by name.
-        modules: its modules; empty if the engine does not tell.
+        modules: its modules; empty if unknown.
         shard_ranks: ranks that share one copy with this one; None: unknown.
         replicas: ranks that hold the same shard as this one; None: unknown.
         num_backwards: of a model in ``DistributedDataParallel``: backwards that it averaged; None: unknown.

@@ -260,7 +260,7 @@ def _kept_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _end_of_fork(error: BaseException | None) -> NoReturn:
-    """End a process that the script has forked and that has come to the end of the script: it is no rank."""
+    """End a process that the script forked and that reached the end of the script: it is no rank."""
     if error is not None:
         traceback.print_exception(error)
     sys.stdout.flush()

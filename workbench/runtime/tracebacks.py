@@ -37,7 +37,7 @@ _formatted = warnings.formatwarning
 def fold(render: Render, on_error: Callable[[BaseException], object] = lambda _: None) -> Render:
     """Return a ``render`` that shows only the user's frames, and first calls ``on_error`` with the exception.
 
-    Of an exception without any, only the last frame is shown, and all frames if those that led to it have none either.
+    If the exception has no user frame, show its last frame; if its causes have none either, show all frames.
     """
 
     def folded(
@@ -174,7 +174,7 @@ def _before(error: BaseException) -> list[BaseException]:
 def _cut(errors: Sequence[BaseException]) -> Iterator[None]:
     """Show only the user's frames of ``errors`` within the body, as IPython renders chained exceptions itself.
 
-    One that a library raised and caught has none, and is shown without frames: their sources take seconds to parse.
+    Exceptions raised and caught inside a library are shown without frames: parsing their sources takes seconds.
     """
     before = [(error, error.__traceback__) for error in errors]
     for error, tb in before:

@@ -237,7 +237,7 @@ class TrainingHistory:
         return original(model, *args, **kwargs)
 
     def _cleared(self, is_meant: Callable[[Optimizer], bool]) -> None:
-        """Note the gradients that ``zero_grad`` leaves, but those that the newest step left out, which is told."""
+        """Record the gradients that ``zero_grad`` leaves, except those that the newest step left out."""
         if self._is_aside() or not any(self._survives(unit) for unit in self._unreduced()):
             return
         for optimizer, past in tuple(self.optimizers.items()):

@@ -378,7 +378,7 @@ class _Pair:
     def has_equal_norms(self) -> bool:
         """Return whether this rank's rows have gradients of the same norm in both steps, when an optimizer gets them.
 
-        Adam's step hardly depends on the scale of gradients, so the parameters do not tell.
+        Adam's step hardly depends on the scale of gradients, so the parameters do not show it.
         """
         tolerance = UPDATE_TOLERANCE.get(self._dtype, RTOL)
         actual, expected = (_norm(each.norms) for each in (self._actual, self._expected))

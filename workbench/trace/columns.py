@@ -272,13 +272,13 @@ def _slice_steps(rank: RankTrace, first: int | None, last: int | None) -> RankTr
 
 def _with_device(part: RankTrace, later: Rows) -> RankTrace:
     """Return a part of a rank with the DEVICE rows among ``later`` that refer to it appended, renumbered."""
-    tells = later[later["kind"] == Kind.DEVICE]
-    mine = (tells["value"] >= part.start.seq) & (tells["value"] < part.end_seq)
+    device_rows = later[later["kind"] == Kind.DEVICE]
+    mine = (device_rows["value"] >= part.start.seq) & (device_rows["value"] < part.end_seq)
     if not mine.any():
         return part
-    tells = tells[mine]
-    tells["seq"], tells["step"] = part.end_seq + np.arange(len(tells)), -1
-    return replace(part, rows=np.concatenate([part.rows, tells]))
+    device_rows = device_rows[mine]
+    device_rows["seq"], device_rows["step"] = part.end_seq + np.arange(len(device_rows)), -1
+    return replace(part, rows=np.concatenate([part.rows, device_rows]))
 
 
 def _merge_two(first: Trace, second: Trace) -> Trace:

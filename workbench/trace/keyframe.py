@@ -72,8 +72,10 @@ def states_after(before: dict[int, UnitState], rows: Rows, kind: Kinds) -> dict[
     newest[unit[changes]] = after[changes]  # the last of several rows of a unit wins
     units = np.flatnonzero(newest > UnitState.SHARDED)
     states = dict(zip(units.tolist(), map(UnitState, newest[units].tolist()), strict=True))
-    told = newest.tolist()
-    kept = {u: s for u, s in before.items() if s != UnitState.SHARDED and (u >= len(told) or told[u] < 0)}
+    newest_states = newest.tolist()
+    kept = {
+        u: s for u, s in before.items() if s != UnitState.SHARDED and (u >= len(newest_states) or newest_states[u] < 0)
+    }
     return kept | states
 
 

@@ -103,18 +103,18 @@ def _rank_events(process: _Process, note: str) -> Iterator[Event]:
 def _device(process: _Process, partner: NDArray[np.int64]) -> Iterator[Event]:
     """Yield the device's events, one track per stream and per kind of collective; arrows are on the host's tracks."""
     columns, clock, ends = process.columns, process.clock_ns.tolist(), partner.tolist()
-    tells = np.flatnonzero(process.rank.rows["kind"] == Kind.DEVICE).tolist()
-    device_rows = {int(columns["value"][tell]) - process.rank.start.seq: tell for tell in tells}
+    device_rows = np.flatnonzero(process.rank.rows["kind"] == Kind.DEVICE).tolist()
+    row_of = {int(columns["value"][row]) - process.rank.start.seq: row for row in device_rows}
     last_ns = max(clock, default=0)
     tracks: dict[str, list[_Span]] = {}
-    for place, tell in sorted(device_rows.items()):
+    for place, row in sorted(row_of.items()):
         kind = Kind(columns["kind"][place]) if place >= 0 else Kind.DEVICE
         if kind.info.track is None or columns["edge"][place] != Edge.BEGIN:
             continue
-        name = kind.info.track.value if kind.info.is_collective else process.header.strings[columns["module"][tell]]
-        ended = device_rows.get(ends[place])
-        end_ns = max(clock[tell], last_ns if ended is None else clock[ended])
-        tracks.setdefault(name, []).append(_Span(place, clock[tell], end_ns, ended is not None))
+        name = kind.info.track.value if kind.info.is_collective else process.header.strings[columns["module"][row]]
+        ended = row_of.get(ends[place])
+        end_ns = max(clock[row], last_ns if ended is None else clock[ended])
+        tracks.setdefault(name, []).append(_Span(place, clock[row], end_ns, ended is not None))
     apart = replace(process, threads={})
     for number, (name, spans) in enumerate(tracks.items(), start=len(RANK_TRACKS)):
         yield from _track(apart, f"device: {name}", sorted(spans, key=_outer_first), number * _THREADS_PER_TRACK)

@@ -8,7 +8,7 @@ When a rank may write
     A rank may write its own row once it has waited for a collective of the group that every rank issues *after* its
     last read of that row. In particular:
 
-    - a shard, before its all-gather is called: always, if the reads of the previous one are covered as below;
+    - a shard, before its all-gather is called: at any time, provided its earlier reads are complete, see below;
     - a shard, after its reads in forward and backward: as soon as this rank has finished the reduce-scatter of the same
       unit, or any collective issued later. So an optimizer is safe, even one that runs in backward, unit by unit;
     - a shard, after the engine has returned from a forward, a backward or a manual unshard: it returns only when the

@@ -362,7 +362,7 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # this system cannot tell
+        return False  # unknown on this system
     try:
         return bool(select.select([fd], [], [], 0)[0])
     finally:
