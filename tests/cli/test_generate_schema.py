@@ -117,7 +117,7 @@ DATA = {
 
 def schema_of_carts():
     definitions: dict[str, Any] = {}
-    return {**generate_schema._of(Cart, definitions), "$defs": definitions}
+    return {**generate_schema._schema_of(Cart, definitions), "$defs": definitions}
 
 
 def test_a_value_becomes_data_that_its_schema_allows():
@@ -154,4 +154,4 @@ def test_descriptions_come_from_docstrings():
 
 def test_other_types_are_refused():
     with pytest.raises(TypeError, match="no report has a"):
-        generate_schema._of(set[int], {})
+        generate_schema._schema_of(set[int], {})

@@ -74,5 +74,5 @@ def test_an_unresponsive_queue_gives_no_reason(queue, monkeypatch):
 
 def test_a_launcher_without_a_queue_gives_no_reason(tmp_path):
     none = JobQueue(LocalEngineSetLauncher(profile_dir=str(tmp_path)))
-    none.look()
+    none.poll()
     assert (none.can_be_asked, none.state, none.has_ended, none.word_on_the_end()) == (False, "", False, "")

@@ -104,16 +104,16 @@ def test_a_collective_of_no_group_is_not_one_of_a_single_rank():
     keys = set()
     for group in (0, 1, -1):
         rows["comm_group"] = group
-        keys.add(grouping.did(header, rows))
+        keys.add(grouping.activity_key(header, rows))
     rows["comm_group"] = 9
     assert len(keys) == 3
-    assert grouping.did(header, rows) in keys, "a group that is not in the header is none"
+    assert grouping.activity_key(header, rows) in keys, "a group that is not in the header is none"
 
 
 @given(setups())
 def test_ranks_of_one_job_did_the_same_whichever_groups_they_are_in(setup):
     trace = simulate(setup)
-    assert len({grouping.did(trace.header, rank.rows) for rank in trace.ranks}) <= 1
+    assert len({grouping.activity_key(trace.header, rank.rows) for rank in trace.ranks}) <= 1
 
 
 @given(traces(whole=True))
@@ -125,7 +125,7 @@ def test_those_that_did_the_same_have_equal_rows_but_for_times_and_groups(trace)
     places = np.flatnonzero(changed["unit"] >= 0)
     if len(places):
         changed["unit"][places[len(places) // 2]] -= 1
-        assert grouping.did(trace.header, changed) != grouping.did(trace.header, first.rows)
+        assert grouping.activity_key(trace.header, changed) != grouping.activity_key(trace.header, first.rows)
     later = other.rows.copy()
     later["t_ns"] += 5
-    assert grouping.did(trace.header, later) == grouping.did(trace.header, first.rows)
+    assert grouping.activity_key(trace.header, later) == grouping.activity_key(trace.header, first.rows)

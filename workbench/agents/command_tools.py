@@ -79,15 +79,15 @@ class CommandTool:
 
 def command_tools() -> dict[str, CommandTool]:
     """Return all tools by name, in the order of ``%fsdp help``."""
-    found = [_of(word, command) for word, command in WORDS.items() if word not in ONLY_SHOWN]
+    found = [_tool_of(word, command) for word, command in WORDS.items() if word not in ONLY_SHOWN]
     about = "Wait for the call that has run longest without an end, and return its result."
-    cell = _of(CELL, Cell)
+    cell = _tool_of(CELL, Cell)
     schema = cell.schema | {"properties": {"code": _CODE, **cell.schema["properties"]}, "required": ["code"]}
     wait = CommandTool(name=WAIT, about=about, schema=_object({"wait_s": _WAIT}), looks=True)
     return {tool.name: tool for tool in (*found, dataclasses.replace(cell, schema=schema), wait)}
 
 
-def _of(name: str, command: type[Command]) -> CommandTool:
+def _tool_of(name: str, command: type[Command]) -> CommandTool:
     """Return the tool of a command."""
     fields = [field for field in dataclasses.fields(command) if field.name not in _ONLY_DRAWN]
     hints = hints_of(cast("Any", command))

@@ -103,9 +103,9 @@ def _settings() -> str:
 
 def _events() -> str:
     """Return tables indexed by the numbers that traces use, and these numbers by name."""
-    kinds = ({**_look(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
-    categories = (_look(category, theme.CATEGORY_COLOURS[category]) for category in Category)
-    states = (_look(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
+    kinds = ({**_entry(k, theme.KIND_COLOURS[k]), "isCollective": k.info.is_collective} for k in Kind)
+    categories = (_entry(category, theme.CATEGORY_COLOURS[category]) for category in Category)
+    states = (_entry(state, theme.UNIT_STATE_COLOURS[state]) for state in UnitState)
     words = dict.fromkeys([*(word.words for word in (*Kind, *Category, *UnitState)), "exposed"])
     shown = {word: MEANINGS[word] for word in words if word in MEANINGS}
     parts = (
@@ -118,7 +118,7 @@ def _events() -> str:
     return "\n".join(parts)
 
 
-def _look(word: Kind | Category | UnitState, colour: str) -> dict[str, Any]:
+def _entry(word: Kind | Category | UnitState, colour: str) -> dict[str, Any]:
     return {"words": word.words, "colour": colour}
 
 

@@ -67,8 +67,8 @@ def schema() -> Schema:
     """Return the schema of all documents. It allows members that it does not name: later versions of it may."""
     kinds = report_types()
     definitions: dict[str, Schema] = {}
-    error = _of(ErrorFacts, definitions)
-    outcomes = [_outcome(kind.__name__, _of(kind, definitions)) for kind in kinds]
+    error = _schema_of(ErrorFacts, definitions)
+    outcomes = [_outcome(kind.__name__, _schema_of(kind, definitions)) for kind in kinds]
     null = _PLAIN[types.NoneType]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -95,7 +95,7 @@ def _outcome(name: str, report: Schema) -> Schema:
     return {"title": name, "properties": {"type": {"const": name}, "report": report, "error": _PLAIN[types.NoneType]}}
 
 
-def _of(kind: Any, definitions: dict[str, Schema]) -> Schema:  # noqa: ANN401 - a type
+def _schema_of(kind: Any, definitions: dict[str, Schema]) -> Schema:  # noqa: ANN401 - a type
     """Return the schema of a type; dataclasses and enums are added to ``definitions``.
 
     Raises:
@@ -119,10 +119,10 @@ def _of_class(kind: Any, definitions: dict[str, Schema]) -> Schema:  # noqa: ANN
     for name in members(kind):
         member = inspect.getattr_static(kind, name, None)
         if isinstance(member, property) and name not in hints:
-            found[name] = _of(get_type_hints(member.fget)["return"], definitions)
+            found[name] = _schema_of(get_type_hints(member.fget)["return"], definitions)
             texts[name] = (inspect.getdoc(member) or "").partition("\n\n")[0]
         else:
-            found[name] = _of(hints[name], definitions)
+            found[name] = _schema_of(hints[name], definitions)
         if name in texts:
             found[name] = {**found[name], "description": texts[name]}
     return {"description": about, "type": "object", "properties": found, "required": list(found)}
@@ -132,18 +132,20 @@ def _of_generic(origin: Any, args: tuple[Any, ...], definitions: dict[str, Schem
     if origin is Literal:
         return {"enum": list(args)}
     if origin in {types.UnionType, Union}:
-        return {"anyOf": [_of(arg, definitions) for arg in args]}
+        return {"anyOf": [_schema_of(arg, definitions) for arg in args]}
     if origin is tuple and args[-1] is not Ellipsis:
-        items = [_of(arg, definitions) for arg in args]
+        items = [_schema_of(arg, definitions) for arg in args]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
     if origin in {tuple, Sequence}:
-        return {"type": "array", "items": _of(args[0], definitions)}
+        return {"type": "array", "items": _schema_of(args[0], definitions)}
     if origin is np.ndarray:
         (scalar,) = get_args(args[1])
         return {"type": "array", "items": _PLAIN[int if issubclass(scalar, np.integer) else float]}
     if origin in {dict, Mapping}:
-        keys = {} if args[0] is str else {"propertyNames": _WHOLE if args[0] is int else _of(args[0], definitions)}
-        return {"type": "object", **keys, "additionalProperties": _of(args[1], definitions)}
+        keys = (
+            {} if args[0] is str else {"propertyNames": _WHOLE if args[0] is int else _schema_of(args[0], definitions)}
+        )
+        return {"type": "object", **keys, "additionalProperties": _schema_of(args[1], definitions)}
     raise TypeError(f"no report has a {origin} of {args}")
 
 

@@ -443,7 +443,7 @@ class IppLaunch(EngineProvider):
             if engine_set.state == "after":
                 raise ClusterError(f"engines ended during the start: {what}{self.log_tail(None)}")
             self._wait_a_moment(what)
-            queue.look()
+            queue.poll()
 
     def _wait_a_moment(self, what: str) -> None:
         """Report what the start waits for and sleep for a moment; raise after ``timeout_s`` without progress."""

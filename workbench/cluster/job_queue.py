@@ -51,7 +51,7 @@ class JobQueue:
         word = self.state.partition(" ")[0]
         return bool(word) and word not in _GOES_ON and "REQUEUE" not in word
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Query the state if the period has passed; a failed query keeps the old state."""
         if not self._job or time.monotonic() < self._next:
             return

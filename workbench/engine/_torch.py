@@ -220,20 +220,20 @@ class _Wrappers:
     def __instancecheck__(self, module: object) -> bool:
         return isinstance(module, (self._theirs, self._kind))
 
-    def _of(self, model: nn.Module) -> Any:  # noqa: ANN401 - a class or an object that has its methods
+    def _engine_of(self, model: nn.Module) -> Any:  # noqa: ANN401 - a class or an object that has its methods
         return self._ours if self._ours.fsdp_modules(model) else self._theirs
 
     def fsdp_modules(self, module: nn.Module) -> Sequence[nn.Module]:
-        return cast("Sequence[nn.Module]", self._of(module).fsdp_modules(module))
+        return cast("Sequence[nn.Module]", self._engine_of(module).fsdp_modules(module))
 
     def state_dict_type(self, *, module: nn.Module, **settings: Any) -> Any:  # noqa: ANN401 - a context manager
-        return self._of(module).state_dict_type(module=module, **settings)
+        return self._engine_of(module).state_dict_type(module=module, **settings)
 
     def optim_state_dict(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
-        return self._of(model).optim_state_dict(model, *args, **kwargs)
+        return self._engine_of(model).optim_state_dict(model, *args, **kwargs)
 
     def optim_state_dict_to_load(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - passed on
-        return self._of(model).optim_state_dict_to_load(model, *args, **kwargs)
+        return self._engine_of(model).optim_state_dict_to_load(model, *args, **kwargs)
 
 
 def tell_checkpoints(kind: type[nn.Module], ours: Checkpointed) -> None:

@@ -113,7 +113,7 @@ def _read_dump(path: Path, notes: list[str]) -> _Dump:
             raise TraceError("it is not a dump of the Flight Recorder, which would be a dict")
         raw = list(data["entries"]) if isinstance(data.get("entries"), list | tuple) else []
     else:
-        data, damage = read_object(path, {"entries": lambda entry: _take(raw, entry)})
+        data, damage = read_object(path, {"entries": lambda entry: _append(raw, entry)})
         if damage:
             notes.append(f"{path.name} {damage}; the collectives before are shown")
     if "entries" not in data:
@@ -143,7 +143,7 @@ def _content(file: BufferedReader) -> bytes:
     return content
 
 
-def _take(raw: list[Any], entry: Any) -> None:  # noqa: ANN401 - untrusted
+def _append(raw: list[Any], entry: Any) -> None:  # noqa: ANN401 - untrusted
     if len(raw) >= MAX_ENTRIES:
         raise TraceError(f"it has more than {MAX_ENTRIES:,} collectives")
     raw.append(entry)

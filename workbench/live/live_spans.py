@@ -96,7 +96,7 @@ class RankSpans:
         return ended
 
     def _compute(self, rows: Rows, every: Spans) -> _Parts:
-        found = _of(every, NESTED)
+        found = _of_kinds(every, NESTED)
         owner, begin_ns, end_ns, shown = compute_pieces(closed(found, rows))
         innermost = np.flatnonzero(found.end_seq < 0)[-1:]
         fresh = begin_ns >= self._until_ns
@@ -113,7 +113,7 @@ class RankSpans:
 
     def _whole(self, rows: Rows, every: Spans, track: int) -> _Parts:
         """Return collectives or waits; unlike compute, these may overlap."""
-        found = _of(every, on_track(RANK_TRACKS[track]))
+        found = _of_kinds(every, on_track(RANK_TRACKS[track]))
         mine = np.flatnonzero(found.begin_seq > self._last_seq[track])
         waits_on = np.flatnonzero(found.end_seq[mine] < 0)
         count = int(waits_on[0]) if len(waits_on) else len(mine)  # in the order they began: up to the first open one
@@ -141,7 +141,7 @@ def _table(found: Spans, which: Ints, track: int, begin_ns: Ints, end_ns: Ints) 
     return table
 
 
-def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
+def _of_kinds(found: Spans, kinds: Iterable[Kind]) -> Spans:
     """Return the spans of some kinds."""
     wanted = np.zeros(256, np.bool_)  # quicker than np.isin on few spans
     wanted[list(kinds)] = True
@@ -151,14 +151,14 @@ def _of(found: Spans, kinds: Iterable[Kind]) -> Spans:
 
 def _issued_ns(every: Spans, waits: Spans) -> Ints:
     """Return when the collective of each wait was issued; -1 if unknown. ``[N]``."""
-    issued = _of(every, COLLECTIVES)
+    issued = _of_kinds(every, COLLECTIVES)
     place = matches(issued, waits)
     return np.where(place >= 0, np.append(issued.begin_ns, -1)[place], -1)
 
 
 def _was_waited_for(every: Spans, found: Spans) -> NDArray[np.bool_]:
     """Return for each collective whether compute began to wait for it before its end was recorded. ``[N]``."""
-    waits = _of(every, (Kind.WAIT,))
+    waits = _of_kinds(every, (Kind.WAIT,))
     waited = first_of(matches(found, waits), waits.begin_seq, len(found))
     until = np.where(found.end_seq >= 0, found.end_seq, np.iinfo(np.int64).max)
     begun: NDArray[np.bool_] = (waited >= 0) & (waited < until)

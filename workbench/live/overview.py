@@ -190,7 +190,7 @@ def knobs(units: Iterable[Unit]) -> Knobs:
 def turned(before: Knobs, after: Knobs) -> str:
     """Say what changed between two results of :func:`knobs`; empty if nothing."""
     found = by_value(
-        (unit_words(name), f"{words}: {_said(was)} \u2192 {_said(now)}")
+        (unit_words(name), f"{words}: {_value_words(was)} \u2192 {_value_words(now)}")
         for name, values in after.items()
         for words, now in values.items()
         if (was := before.get(name, values)[words]) != now
@@ -206,7 +206,7 @@ def _some(units: list[str]) -> str:
     return ", ".join(units) if len(units) <= NAMED else plural(len(units), "unit")
 
 
-def _said(value: object) -> str:
+def _value_words(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

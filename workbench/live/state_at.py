@@ -138,7 +138,7 @@ class StateAt:
 
         The row in ``named`` describes what a rank does.
         """
-        self._shared = _kept(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
+        self._shared = _still_recorded(self._shared, min(rank_trace.start.seq for rank_trace in trace.ranks))
         found: dict[Hashable, RanksAt] = {}
         ranks: dict[Hashable, list[int]] = {}
         for rank, place in places.items():
@@ -155,7 +155,7 @@ class StateAt:
     def _frame_before(self, rank_trace: RankTrace, seq: int) -> _Kept:
         """Return the last key frame no later than the state just after row ``seq``, and the key of its history."""
         first = rank_trace.start.seq
-        known = self._frames[rank_trace.rank] = _kept(self._frames.get(rank_trace.rank, {}), first)
+        known = self._frames[rank_trace.rank] = _still_recorded(self._frames.get(rank_trace.rank, {}), first)
         wanted = (seq + 1) // EVERY * EVERY
         usable = [at for at in known if first <= at <= wanted]
         frame, past = known[max(usable)] if usable else (rank_trace.start, _past(rank_trace.start))
@@ -171,7 +171,7 @@ class StateAt:
     def _program(self, rank_trace: RankTrace, seq: int) -> bytes:
         """Return a digest of the rows from ``seq`` up to the next key frame; see :func:`_digest`."""
         first, end = rank_trace.start.seq, min(seq // EVERY * EVERY + EVERY, rank_trace.end_seq)
-        known = self._programs[rank_trace.rank] = _kept(self._programs.get(rank_trace.rank, {}), first)
+        known = self._programs[rank_trace.rank] = _still_recorded(self._programs.get(rank_trace.rank, {}), first)
         if seq not in known or known[seq][0] != end:
             known[seq] = end, _digest(rank_trace.rows[seq - first : end - first])
         return known[seq][1]
@@ -193,7 +193,7 @@ def _are_alike(first: RanksAt, second: RanksAt) -> bool:
     )
 
 
-def _kept(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
+def _still_recorded(found: dict[int, _T], first_seq: int) -> dict[int, _T]:
     """Return the entries of rows that the trace still has."""
     return found if min(found, default=first_seq) >= first_seq else {k: v for k, v in found.items() if k >= first_seq}
 

@@ -162,7 +162,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
         return None if self._patches.is_off else self._watched[group].num_backwards
 
     def _forward(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
-        watched = self._of(model)
+        watched = self._watched_unit(model)
         if torch.is_grad_enabled():
             watched.is_synced = model.require_backward_grad_sync
         probe.phase(Phase.FORWARD)
@@ -175,7 +175,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
             if output.requires_grad:
                 output.register_hook(self._patches.hook(begun, "gradients of DistributedDataParallel's outputs"))
 
-    def _of(self, model: DistributedDataParallel) -> WatchedUnit:
+    def _watched_unit(self, model: DistributedDataParallel) -> WatchedUnit:
         watched = self._watched.get(model)
         if watched is None or watched.unit.num_reductions != _torch.num_buckets(model):
             if watched is not None:
@@ -205,7 +205,7 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     def _finalize(self, model: DistributedDataParallel) -> Watching:
         yield
         self._collectives.settle()
-        self._count_grads(model, self._of(model))
+        self._count_grads(model, self._watched_unit(model))
 
     @staticmethod
     def _count_grads(model: DistributedDataParallel, watched: WatchedUnit) -> None:

@@ -140,7 +140,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _renew(self, group: ParamGroup, _: Mapping[int, dist.ProcessGroup]) -> None:
         _torch.renew(group)
 
-    def _of(self, group: ParamGroup) -> WatchedUnit:
+    def _watched_unit(self, group: ParamGroup) -> WatchedUnit:
         watched = self._watched.get(group)
         if watched is None:
             self.note([_torch.root_of(group)])
@@ -152,13 +152,13 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _pre_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if _torch.is_in_forward(group):  # another module of the same unit
             return
-        watched = self._refreshed(group, self._of(group))  # torch decides on the policy at the first forward
+        watched = self._refreshed(group, self._watched_unit(group))  # torch decides on the policy at the first forward
         probe.phase(Phase.FORWARD)
         yield
         probe.event(Kind.FORWARD, Edge.BEGIN, watched.index)
 
     def _post_forward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
-        probe.event(Kind.FORWARD, Edge.END, self._of(group).index)
+        probe.event(Kind.FORWARD, Edge.END, self._watched_unit(group).index)
         yield
 
     # ---- full parameters
@@ -166,7 +166,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _unshard(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if not _torch.will_unshard(group):
             return
-        watched = self._of(group)
+        watched = self._watched_unit(group)
         unit, shards = watched.index, watched.unit.shard_size
         nbytes = watched.full_nbytes // shards
         probe.event(Kind.UNSHARD, Edge.BEGIN, unit)
@@ -185,7 +185,7 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
     def _wait_for_unshard(self, group: ParamGroup) -> Watching:
         if not _torch.is_gathering(group):
             return
-        watched = self._of(group)
+        watched = self._watched_unit(group)
         with Within(self._collectives, watched.index):
             yield
         watched.hold_full()  # one rank has no copy-out
@@ -221,10 +221,10 @@ class FullyShardUnits(TorchUnits[ParamGroup]):
 
     def _pre_backward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
         if not _torch.is_in_backward(group):
-            yield from self._begin_backward(self._of(group))
+            yield from self._begin_backward(self._watched_unit(group))
 
     def _post_backward(self, group: ParamGroup, *_: Any, **__: Any) -> Watching:
-        return self._finish_backward(self._of(group), lambda: _torch.full_grads_nbytes(group))
+        return self._finish_backward(self._watched_unit(group), lambda: _torch.full_grads_nbytes(group))
 
     def _reduce(self, params: Any, *_: Any, **__: Any) -> Watching:
         unit = self._collectives.unit

@@ -98,7 +98,12 @@ class Client:
         self._is_welcome = self._is_closed = False
         self._units: tuple[UnitInfo, ...] | None = None
         self._answers: dict[type, Callable[[Any], PanelAnswer | None]] = {
-            **{Hello: self._welcome, GetState: self._look, FindModels: self._find_models, PreviewCommand: self._try},
+            **{
+                Hello: self._welcome,
+                GetState: self._answer_state,
+                FindModels: self._find_models,
+                PreviewCommand: self._try,
+            },
             **{FindParams: self._find_params, FormatCommand: _spell, RunCommand: self._begin, GetHistory: self._recall},
             GetOutput: self._output,
         }
@@ -125,7 +130,7 @@ class Client:
         if answer is not None:
             self._tell(answer)
 
-    def _look(self, question: GetState) -> PanelAnswer | None:
+    def _answer_state(self, question: GetState) -> PanelAnswer | None:
         if question.wait:
             self._views.waiting.ask(_VIEW, partial(self._news, question.number))
             return None

@@ -241,11 +241,11 @@ def _note_offloads(recorder: Recorder, times: OpTimes) -> None:
 def _ending_after(steps: int, runtime: rank.RankRuntime) -> Iterator[None]:
     """End the body once it has taken some steps."""
 
-    def look(*_: object) -> None:
+    def check(*_: object) -> None:
         if runtime.trainer.steps_of_program >= steps:
             raise PlanEnded
 
-    handle = register_optimizer_step_post_hook(look)
+    handle = register_optimizer_step_post_hook(check)
     try:
         yield
     finally:
@@ -314,7 +314,7 @@ def _changing_nothing() -> Iterator[None]:
     """In the body, refuse to change a file and to start a program; once in a process, as the guard stays."""
     is_on = True
 
-    def look(event: str, about: tuple[Any, ...]) -> None:
+    def check(event: str, about: tuple[Any, ...]) -> None:
         writes = event == "open" and isinstance(about[2], int) and about[2] & _WRITES and about[0] != os.devnull
         if is_on and (writes or event in _REFUSED):
             raise PermissionError(
@@ -322,7 +322,7 @@ def _changing_nothing() -> Iterator[None]:
                 f'that out if "{PLANNED}" in os.environ'
             )
 
-    sys.addaudithook(look)
+    sys.addaudithook(check)
     try:
         yield
     finally:

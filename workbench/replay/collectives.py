@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, UNWATCHED, Edge, Kind, Param, Unit
-from workbench.replay.grouping import did
+from workbench.replay.grouping import activity_key
 from workbench.replay.spans import Ints, Work, closed, durations_ns, rows_of, spans
 from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
@@ -75,8 +75,8 @@ def _times(alike: Sequence[RankTrace]) -> tuple[Collectives, Ints, Ints]:
     """Return the collectives of the first of some ranks, and ``time_ns`` and ``wait_ns`` of each rank, ``[R, N]``.
 
     Args:
-        alike: ranks with the same collectives and waits (:func:`~workbench.replay.grouping.did`): rows are matched in
-            the first one only.
+        alike: ranks with the same collectives and waits (:func:`~workbench.replay.grouping.activity_key`): rows are
+            matched in the first one only.
     """
     kinds = (*COLLECTIVES, Kind.WAIT)
     rows = rows_of(alike[0], kinds)
@@ -506,7 +506,7 @@ def _program(header: Header, rank: RankTrace, step: int) -> Hashable:
     """Everything in a comparison of a rank except its times."""
     rows = rank.rows
     active = np.bincount(rows["unit"][rows["step"] == step] + 1) > 0
-    did_so = did(header, rows_of(rank, (*COLLECTIVES, Kind.WAIT)), ("step", "num_bytes"))
+    did_so = activity_key(header, rows_of(rank, (*COLLECTIVES, Kind.WAIT)), ("step", "num_bytes"))
     ran = tuple(passes(header, rank, step).items())
     return frozenset(rank.start.unit_states), ran, _is_whole(rank, step), active.tobytes(), did_so
 

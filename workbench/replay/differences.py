@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from workbench.events import BESIDE, MOVES, WORK, Category, Edge, Kind, Phase, engine_named
 from workbench.replay import collectives, training
 from workbench.replay.alignment import Alignment, ComparedRank, align, highest
-from workbench.replay.grouping import did
+from workbench.replay.grouping import activity_key
 from workbench.replay.spans import Ints, closed, exclusive, of_kind, rows_of, spans
 from workbench.replay.units import unit_name
 from workbench.trace.columns import RankTrace, Trace, steps
@@ -291,7 +291,7 @@ def _unlike(parts: list[Trace], ranks: tuple[int, ...]) -> list[int]:
     for rank in ranks:
         sides = [part.rank(rank) for part in parts]
         programs = [
-            did(part.header, rows_of(side, _COUNTED), ("step", "num_bytes", "category"))
+            activity_key(part.header, rows_of(side, _COUNTED), ("step", "num_bytes", "category"))
             for part, side in zip(parts, sides, strict=True)
         ]
         key = (*(side.start.bytes_by_category for side in sides), *(hashlib.sha256(p).digest() for p in programs))

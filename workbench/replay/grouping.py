@@ -35,7 +35,7 @@ def groups(trace: Trace, key: Callable[[RankTrace], Hashable]) -> list[tuple[int
     return sorted((tuple(sorted(ranks)) for ranks in found.values()), key=lambda ranks: (-len(ranks), ranks))
 
 
-def did(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
+def activity_key(header: Header, rows: Rows, more: Sequence[str] = ()) -> bytes:
     """Return a key that is equal for ranks with the same rows in the same order, at whatever times.
 
     A collective counts by its number of ranks and its number in the group, not by which ranks take part.

@@ -133,7 +133,7 @@ def peak_with(part: RankTrace, edits: _Edits) -> int:
 
 def _reshard(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving | None:
     """Return what freeing units after forward saves that a step keeps until backward; roots only if that helps."""
-    kept = {unit: _kept(part.rows, unit) for unit in units if units[unit].shard_size > 1}
+    kept = {unit: _unsharded_pieces(part.rows, unit) for unit in units if units[unit].shard_size > 1}
     kept = {unit: spans for unit, spans in kept.items() if spans}
     chosen = tuple(unit for unit in kept if units[unit].root != unit)
     with_root = tuple(kept)
@@ -156,7 +156,7 @@ def _reshard(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving | N
     )
 
 
-def _kept(rows: Rows, unit: int) -> list[tuple[int, int, int]]:
+def _unsharded_pieces(rows: Rows, unit: int) -> list[tuple[int, int, int]]:
     """Return where a unit stays unsharded: the row after its forward, where it would be gathered, its backward."""
     mine = np.flatnonzero(rows["unit"] == unit)
     kind, edge = rows["kind"][mine], rows["edge"][mine]

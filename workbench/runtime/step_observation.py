@@ -144,15 +144,15 @@ class GradObserver:
         hook = register_optimizer_step_pre_hook(self._before_optimizer)
         try:
             yield
-            self._take()
+            self._record_norms()
         finally:
             hook.remove()
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
         self.optimizer_steps += 1
-        self._take()
+        self._record_norms()
 
-    def _take(self) -> None:
+    def _record_norms(self) -> None:
         for name, grad in self._read().items():
             if name not in self.norms:
                 self.norms[name] = torch.linalg.vector_norm(grad.float()) if grad.numel() else torch.zeros(())

@@ -54,8 +54,8 @@ def fold(render: Render, on_error: Callable[[BaseException], object] = lambda _:
         explain(evalue)
         etype, evalue = type(cut := _short(evalue)), cut
         frames = _frames(etb) if isinstance(etb, TracebackType) else []
-        kept, before = _kept(frames), _before(evalue)
-        if not kept and not any(_kept(_frames(each.__traceback__)) for each in before):
+        kept, before = _user_frames(frames), _before(evalue)
+        if not kept and not any(_user_frames(_frames(each.__traceback__)) for each in before):
             return render(etype, evalue, etb, tb_offset, *rest, **more)
         kept = kept or frames[-1:]
         with _cut(before):
@@ -130,7 +130,7 @@ def _parts(tb: TracebackType | None) -> list[TracebackType]:
     return frames
 
 
-def _kept(frames: Sequence[TracebackType]) -> list[TracebackType]:
+def _user_frames(frames: Sequence[TracebackType]) -> list[TracebackType]:
     users = [each for each in frames if not is_of_a_library(each.tb_frame)]
     half = MAX_FRAMES // 2
     return users if len(users) <= MAX_FRAMES else [*users[:half], *users[-half:]]
@@ -178,7 +178,7 @@ def _cut(errors: Sequence[BaseException]) -> Iterator[None]:
     """
     before = [(error, error.__traceback__) for error in errors]
     for error, tb in before:
-        error.__traceback__ = _joined(_kept(_frames(tb)))
+        error.__traceback__ = _joined(_user_frames(_frames(tb)))
     try:
         yield
     finally:

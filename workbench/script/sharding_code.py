@@ -198,7 +198,7 @@ class ShardingCode:
     ) -> list[str]:
         name, model, fully_shard = self._names.own, expression(command.model), self._names.imported("fully_shard")
         precision = PrecisionNames.parse(command.mp)
-        chosen, kept = self._kept(model, precision)
+        chosen, kept = self._kept_params(model, precision)
         lines, of_inner = self._precision("precision", replace(precision, output=""), kept)
         of_root = of_inner
         if precision.output:  # only the model casts its output
@@ -434,7 +434,7 @@ class ShardingCode:
             found["offload_policy"] = f"{self._names.imported(policy)}({unpinned})"
         return found
 
-    def _kept(self, model: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:
+    def _kept_params(self, model: str, precision: PrecisionNames) -> tuple[list[str], list[str]]:
         """Return the lines that choose the parameters that keep their dtype, and the argument for a policy."""
         if not precision.keep:
             return [], []

@@ -169,7 +169,7 @@ class ClockSync:
         own = self._compared.get(self._own)
         taken = [clock for clock in due if own is not None and clock in fresh and self._compared[clock] is fresh[clock]]
         for clock in taken:
-            self._take(clock, fresh[clock], self._compared[self._own])
+            self._use(clock, fresh[clock], self._compared[self._own])
         return bool(taken)
 
     def _due(self) -> list[str]:
@@ -214,7 +214,7 @@ class ClockSync:
             for rank, position in replies.items()
         }
 
-    def _take(self, clock: str, found: ClockComparison, own: ClockComparison) -> None:
+    def _use(self, clock: str, found: ClockComparison, own: ClockComparison) -> None:
         """Use a comparison for later conversions, and record it as a reading."""
         offset_ns = found.offset_ns - own.offset_ns
         self._lines[clock].bend(found.at_ns + found.offset_ns, offset_ns)

@@ -150,11 +150,11 @@ class OutputLog:
                 for rank in pending.ranks:
                     for output in pending.outputs(rank, seen[rank]):
                         seen[rank] += 1
-                        self._take(rank, output, steps)
+                        self._append(rank, output, steps)
 
         return take
 
-    def _take(self, rank: int, output: Output, steps: dict[tuple[int, str], int | None]) -> None:
+    def _append(self, rank: int, output: Output, steps: dict[tuple[int, str], int | None]) -> None:
         if output.kind in {"display", "result"}:
             self._write(rank, "display", f"{without_widget(output).data.get('text/plain', '<display>')}\n", None)
         elif output.kind == "stdout" or output.kind == "stderr":  # noqa: PLR1714 - narrows the type

@@ -247,13 +247,13 @@ class Stream:
 
     def forward(self, on_output: OnOutput) -> None:
         """Forward new output."""
-        self._take()
+        self._read_outputs()
         self._hand_on(on_output, self._is_settled)
         if self._apart_at is not None:
             self._lift(on_output)
             self._renew(on_output)
 
-    def _take(self) -> None:
+    def _read_outputs(self) -> None:
         """Read the new output of all ranks and compare it."""
         for number, rank in self._ranks.items():
             for output in map(without_widget, self._pending.outputs(number, rank.num_seen)):
@@ -431,7 +431,7 @@ class Stream:
         A rank that stopped earlier in the same output does not differ; the rest of the others' output is compared
         later.
         """
-        self._take()
+        self._read_outputs()
         for number, rank in self._ranks.items():
             if rank.is_drawing and rank.drawing_until != inf:  # a line that waits for its end
                 rank.drawing_until = self._clock()
@@ -451,7 +451,7 @@ class Stream:
 
     def finish(self, on_output: OnOutput, *, also_agreement: bool) -> str:
         """Forward the rest and the differences of the ranks; return the differences as text."""
-        self._take()
+        self._read_outputs()
         if self._apart_at is None:
             self._part_at_the_end()
         self._hand_on(on_output, lambda end, since_s: True)

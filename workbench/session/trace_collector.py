@@ -117,7 +117,7 @@ class TraceCollector:
             }
             drained = answers(channel, Drain(known=known), known, timeout_s=timeout_s)
             for rank, recorded in drained.items():
-                self._take(rank, recorded)
+                self._add_reply(rank, recorded)
             if any(recorded.header is not None for recorded in drained.values()):
                 self._note_policy(self.trace)
             self.heard = {rank: recorded.position for rank, recorded in drained.items()}
@@ -139,7 +139,7 @@ class TraceCollector:
         before = tuple(policy for policy in self.policies if policy.from_step < from_step)
         self.policies = (*before, ActivePolicy(from_step=from_step, units=units))
 
-    def _take(self, rank: int, recorded: DrainReply) -> None:
+    def _add_reply(self, rank: int, recorded: DrainReply) -> None:
         if recorded.header is not None:
             self._builder.update_header(header_from_dict(recorded.header), rank=rank)
         self._versions[rank] = recorded.header_version

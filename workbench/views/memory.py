@@ -222,7 +222,7 @@ def _subtitle(
     sentences = [
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
-        _kept(header, top.shown),
+        _unsharded_before(header, top.shown),
         f"exact bytes owned by FSDP{' and kept for backward' if measured else ''}, in program order",
         engine_words(header),
         _kept_for_backward(header, top) if measured else "activations are not measured",
@@ -265,7 +265,7 @@ def _left_out(header: Header, groups: Sequence[Sequence[tuple[RankTrace, MemoryS
     return f"{plural(len(groups), 'more group')} of ranks not drawn{named}"
 
 
-def _kept(header: Header, shown: RankTrace) -> str:
+def _unsharded_before(header: Header, shown: RankTrace) -> str:
     """Return the units that are unsharded from before, such as the root after an evaluation, as text."""
     full = [unit for unit, state in shown.start.unit_states.items() if state == UnitState.UNSHARDED]
     names = [unit_name(header, unit) for unit in sorted(full)[:_MAX_KEPT]]

@@ -15,7 +15,7 @@ from workbench.base.text_formats import format_duration, plural
 from workbench.events import WORK, Kind, UnitState
 from workbench.replay.device import ClockSource, on_device
 from workbench.replay.event_marks import EventMark
-from workbench.replay.grouping import did, groups
+from workbench.replay.grouping import activity_key, groups
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import of_kind, rows_of
 from workbench.replay.states import CHANGING_KINDS, StateSpans, spans
@@ -66,7 +66,7 @@ def states(
     chosen = {each.index for each in meant(trace.header.units, unit)}
     shown = window(trace, step, steps)
     seen = shown.drawn(trace)
-    alike = groups(seen.trace, lambda part: did(trace.header, rows_of(part, CHANGING_KINDS)))
+    alike = groups(seen.trace, lambda part: activity_key(trace.header, rows_of(part, CHANGING_KINDS)))
     if rank is None and not alike:
         return theme.empty(_NOTHING)
     drawn, clock = rows_of_rank(trace, shown, seen, one_rank(trace, alike[0][0] if rank is None else rank))

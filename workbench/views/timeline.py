@@ -20,7 +20,7 @@ from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import table
 from workbench.replay.device import ClockSource
 from workbench.replay.event_marks import EventMark
-from workbench.replay.grouping import did, groups, label
+from workbench.replay.grouping import activity_key, groups, label
 from workbench.replay.paused_time import Cuts
 from workbench.replay.spans import Ints, last_ns, rows_of, total_ns
 from workbench.replay.tracks import DRAWN, NUMBER
@@ -160,7 +160,7 @@ def _chosen(header: Header, parts: Sequence[RankTrace], waited: Mapping[int, int
     """Return the ranks to draw with their names, and a sentence on the ranks they represent."""
     if len(parts) <= MAX_RANKS:
         return {part.rank: label([part.rank]) for part in parts}, ""
-    alike = groups(Trace(header, tuple(parts)), lambda part: did(header, rows_of(part, DRAWN)))
+    alike = groups(Trace(header, tuple(parts)), lambda part: activity_key(header, rows_of(part, DRAWN)))
     names: dict[int, str] = {}
     for ranks in alike:
         least, most = min(ranks, key=lambda r: (waited[r], r)), max(ranks, key=lambda r: (waited[r], -r))

@@ -89,7 +89,7 @@ def whole_states(
         ValueError: a tensor of a split parameter is neither split like it nor a single number.
     """
     if flat.owns_wholes and not flat.is_tensor_parallel:
-        return [_kept(part, states.get(part.held), keep, unit.device) for part in flat.parts]
+        return [_copied(part, states.get(part.held), keep, unit.device) for part in flat.parts]
     pieces = _states_of_pieces(flat, states)
     known = _agreed(unit, flat, [_known(flat, part, had, unit) for part, had in zip(flat.parts, pieces, strict=True)])
     found = [None if keys is None else {key: _same(v, unit) for key, v in keys.items()} for keys in known]
@@ -116,7 +116,7 @@ def _as_torchs(state: dict[str, Any], *, numbers_first: bool) -> dict[str, Any]:
     return {key: state[key] for key in sorted(state, key=place)}
 
 
-def _kept(part: FlatSlice, state: State | None, keep: Keep, device: torch.device) -> dict[str, Any] | None:
+def _copied(part: FlatSlice, state: State | None, keep: Keep, device: torch.device) -> dict[str, Any] | None:
     """Return a copy of a whole parameter's state, with tensors of any shape."""
     if state is None:
         return None

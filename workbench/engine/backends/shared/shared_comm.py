@@ -471,9 +471,9 @@ class SharedMemoryReduceScatter:
         if self._stages is not None and give_back_pages(self._stages[self._shared.group.rank]):
             self.handle = None
         else:
-            self._take()
+            self._allocate_stages()
 
-    def _take(self) -> None:
+    def _allocate_stages(self) -> None:
         """Allocate the stages' memory and count it."""
         if self.handle is None and self._stages is not None:
             take_pages(self._stages[self._shared.group.rank])
@@ -501,7 +501,7 @@ class SharedMemoryReduceScatter:
         last_user = self._issued_ago(self._num_stages - self._max_outstanding)
         if last_user is not None:
             last_user.wait_for_all_to_issue()
-        self._take()
+        self._allocate_stages()
         return self._next_stages()[self._shared.group.rank, :numel].view(*size)
 
     def __call__(
