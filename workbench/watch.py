@@ -1,4 +1,4 @@
-"""What a program may add to a recording of itself: numbers of a step, and the units of an FSDP of your own.
+"""Additions of a program to a recording of itself: numbers of a step, and the units of an FSDP of your own.
 
 Everything is a no-op where nothing records.
 """

@@ -1,1 +1,1 @@
-"""What every part of the package needs and what needs none of them: bytes, clocks, devices, ports, texts, faults."""
+"""The part that all others need and that needs none of them: bytes, clocks, devices, ports, texts, faults."""

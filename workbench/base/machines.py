@@ -1,4 +1,4 @@
-"""What a plan knows of a machine: memory, peak rates and links of its devices.
+"""Machines as plans know them: memory, peak rates and links of their devices.
 
 The figures of :data:`MACHINES` are peaks that vendors publish for one device, dense (without sparsity): NVIDIA's data
 sheets of A100, H100, H200 and B200. No program reaches them, so times that follow from them are the least possible.

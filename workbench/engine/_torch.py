@@ -431,7 +431,7 @@ def make_fake(form: tuple[Any, ...], like: torch.Tensor, base: torch.Tensor | No
 
 
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
-"""What an operation raises on tensors without data if its result depends on values."""
+"""Errors of operations on tensors without data whose result depends on values."""
 
 
 @contextmanager

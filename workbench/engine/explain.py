@@ -54,7 +54,7 @@ def explain(error: BaseException) -> None:
 
 
 class _Hook:
-    """What Python calls with an error that ends the program: explains it, and calls what was there before."""
+    """Replacement of ``sys.excepthook``: explains an error that ends the program, then calls the previous hook."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before

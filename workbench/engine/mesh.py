@@ -1,4 +1,4 @@
-"""Which ranks share one copy of the parameters, and which hold copies of the same shard.
+"""The ranks that share one copy of the parameters, and those that hold copies of the same shard.
 
 Terms: an *axis* is a dimension of a mesh. Parameters are split over the *shard axis* (F ranks) and replicated along the
 *replicate axis* (R ranks).

@@ -32,7 +32,7 @@ from workbench.events import Param, ParamTensors
 
 
 class ShardedState(Enum):
-    """Which form of a parameter is registered on its modules.
+    """The form of a parameter that is registered on its modules.
 
     SHARDED: the DTensor; only the shard is in memory. SHARDED_POST_FORWARD: a DTensor over fewer ranks, between forward
     and backward; its larger shard is in memory too. UNSHARDED: the full tensor; shard and padded full are in memory.

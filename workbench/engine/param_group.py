@@ -133,7 +133,7 @@ class FSDPParamGroup:
 
     @property
     def state(self) -> ShardedState:
-        """Which form of the parameters is registered."""
+        """The form of the parameters that is registered."""
         return self.fsdp_params[0].state if self.fsdp_params else ShardedState.SHARDED
 
     @property

@@ -368,7 +368,7 @@ class ShardSum:
 
 @dataclass(frozen=True, eq=False)
 class AllReducePlan:
-    """What follows a reduce-scatter, decided when the reduction began.
+    """The steps after a reduce-scatter, decided when the reduction began.
 
     Attributes:
         unused: names of the trainable parameters that have no gradient.

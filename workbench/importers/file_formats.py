@@ -1,4 +1,4 @@
-"""Which tool wrote a file, by its content; and the opening of such files."""
+"""Recognition of the tool that wrote a file, by its content, and the opening of such files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is needed of one profile of ``torch.profiler``, read from its file event by event."""
+"""One profile of ``torch.profiler``, read from its file event by event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostSpan(NamedTuple):
 
 @dataclass(eq=False)
 class Profile:
-    """What is needed of a file, in the order of the file until :func:`read_profile` has sorted it.
+    """The needed events of a file, in the order of the file until :func:`read_profile` has sorted them.
 
     Attributes:
         labels: FSDP's labels.

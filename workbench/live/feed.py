@@ -67,7 +67,7 @@ class Increment:
 
 
 class Feed:
-    """What one client has received of a fold.
+    """The part of a fold that one client has received.
 
     Args:
         least_spans: spans that an increment may have even if they exceed its bytes.

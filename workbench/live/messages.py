@@ -319,7 +319,7 @@ class BreakpointState:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialState:
-    """What a dashboard needs when it opens.
+    """The first message to a dashboard.
 
     Attributes:
         buttons: names of the buttons.
@@ -1005,7 +1005,7 @@ class MomentReply(TraceMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowDetail(TraceMessage):
-    """What happened in a time window. Its buffer has all tables, without steps.
+    """The events of a time window. Its buffer has all tables, without steps.
 
     Attributes:
         from_us, to_us: the requested window.

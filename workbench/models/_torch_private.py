@@ -61,7 +61,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class FunctionalWork:
-    """What stands for the work of a functional collective, which Python does not get."""
+    """Stand-in for the work of a functional collective, which Python does not get."""
 
     def get_future(self) -> Any:  # noqa: ANN401 - never returns
         """Raise RuntimeError: the time of its end is not known."""
@@ -640,7 +640,7 @@ def has_begun_backward(handle: Handle) -> bool:
 
 
 class FlatParamFacts(NamedTuple):
-    """What a handle knows of its flat parameter.
+    """A handle's description of its flat parameter.
 
     Attributes:
         numel: elements, without the padding at its end.

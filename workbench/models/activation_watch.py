@@ -58,7 +58,7 @@ class _Bytes:
 
 @dataclass(slots=True, eq=False)
 class _Keeper:
-    """What is attached to a node: its module and operation, and the storages that it keeps. Ends with the node."""
+    """Metadata of an autograd node: its module and operation, and the storages that it keeps. Ends with the node."""
 
     module: str
     op: str

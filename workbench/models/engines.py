@@ -1,4 +1,4 @@
-"""What runs models, and what watches them: one class per engine, and events of those that are not the workbench's."""
+"""The engines that run models, one class each, and the watch that records those that are not the workbench's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OF_COMMANDS: Mapping[str, type[FullyShardModel] | type[WrapperModel]] = {
     FULLY_SHARD: FullyShardModel,
     CLASSIC: WrapperModel,
 }
-"""What ``shard --engine torch`` makes with each API."""
+"""The models that ``shard --engine torch`` makes, by API."""
 
 
 def is_sharded(model: nn.Module) -> bool:

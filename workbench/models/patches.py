@@ -30,7 +30,7 @@ fails, or the patches are taken off within it.
 """
 
 RESULT = object()
-"""What a watcher yields in order to receive the result of the original, which takes twice as long."""
+"""A watcher yields it to receive the result of the original, which takes twice as long."""
 
 
 def complain(sentence: str) -> None:

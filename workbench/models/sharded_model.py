@@ -55,7 +55,7 @@ class UnitLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Casts:
-    """What one call of ``fully_shard``, or one wrapper, casts.
+    """The casts of one call of ``fully_shard``, or of one wrapper.
 
     Attributes:
         modules: its modules.

@@ -1,4 +1,4 @@
-"""What the sources of torch's own units share: which units are known, and the bytes that they hold."""
+"""The common part of the sources of torch's own units: the announced units, and the bytes that they hold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class UnitPlace:
 
 @dataclass(eq=False)
 class WatchedUnit:
-    """What is known of a unit.
+    """A unit that was announced.
 
     Attributes:
         unit: its description, as last announced.
@@ -181,7 +181,7 @@ class TorchUnits(ABC, Generic[Group]):
         del self._by_index[unit]
 
     def _refreshed(self, group: Group, watched: WatchedUnit) -> WatchedUnit:
-        """Return what is known of a group; announce its policy if it has changed."""
+        """Return the unit; announce its policy if it has changed."""
         policy = self._policy(group)
         if policy != watched.unit.reshard_after_forward:
             self._announce(group, replace(watched.unit, reshard_after_forward=policy))
@@ -200,7 +200,7 @@ class TorchUnits(ABC, Generic[Group]):
             self._announce(group, watched.unit)
 
     def abandon(self) -> None:
-        """Announce that nothing is known of any unit any more."""
+        """Announce that no unit is watched any more."""
         for watched in self._watched.values():
             probe.event(Kind.RESET, Edge.INSTANT, watched.index)
             watched.forget()

@@ -274,7 +274,7 @@ class _Flat:
 
     @property
     def held(self) -> tuple[nn.Parameter, ...]:
-        """What an optimizer holds: one parameter, or one for each part."""
+        """The parameters that an optimizer holds: one, or one for each part."""
         return _torch.held_of(self.handle)
 
     @property

@@ -1,1 +1,1 @@
-"""What a run would need and take: the engine itself, as one rank of many, on tensors without data."""
+"""Memory and time of a run: the engine itself, as one rank of many, on tensors without data."""

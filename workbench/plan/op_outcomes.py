@@ -1,4 +1,4 @@
-"""What operations return on tensors without data: it depends on metadata alone, so each is worked out once.
+"""Results of operations on tensors without data: they depend on metadata alone, so each is computed once.
 
 A model's blocks do the same operations on the same shapes again and again, in each step, and torch works out each of
 them anew. Here a call that differs from an earlier one in no shape, stride, offset, dtype or number gets a result like
@@ -40,7 +40,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class OpOutcome(Generic[Work]):
-    """What a call came to.
+    """The result of a call.
 
     Attributes:
         kind: type of the sequence that is the result; None: it is one tensor.

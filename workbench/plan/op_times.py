@@ -186,7 +186,7 @@ def num_dtensors(args: object) -> int:
 
 
 class OpWork(NamedTuple):
-    """What an operation does: its name, bytes that it reads and writes, its arithmetic, and the dtype of it."""
+    """The work of an operation: its name, the bytes that it reads and writes, its arithmetic, and the dtype of that."""
 
     op: str
     moved: int

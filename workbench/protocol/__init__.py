@@ -1,1 +1,1 @@
-"""Everything exchanged between a notebook and its ranks: commands, requests, replies. Needs no third-party package."""
+"""Messages between a notebook and its ranks: commands, requests, replies. Needs no third-party package."""

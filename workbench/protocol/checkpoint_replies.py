@@ -1,4 +1,4 @@
-"""What a rank replies to ``save`` and ``load``, and what ``verify --resume`` finds."""
+"""A rank's replies to ``save`` and ``load``, and the result of ``verify --resume``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank finds when it checks its models without running them: the reply of ``lint``, and part of ``shard``'s."""
+"""Faults that a rank finds in its models without running them: the reply of ``lint``, and part of ``shard``'s."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class LintReply:
-    """What one rank has found.
+    """The findings of one rank.
 
     Attributes:
         models: variables of the models that were checked.

@@ -1,4 +1,4 @@
-"""What a plan is for, and what its rank is asked to do."""
+"""The cluster of a plan, and the requests to its rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLED = "planned_model"
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What to plan.
+    """A plan's request.
 
     Attributes:
         script: path of the script, or name of the module.

@@ -291,7 +291,7 @@ class PreviewUnits(RankRequest[tuple[Unit, ...]]):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSummary:
-    """What the notebook already has of a rank's record.
+    """The part of a rank's record that the notebook already has.
 
     Attributes:
         next_seq: number of the first missing row.
@@ -304,7 +304,7 @@ class RecordSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainReply:
-    """What a rank recorded since the last drain.
+    """The rows that a rank recorded since the last drain.
 
     Attributes:
         rows: packed rows, as in :mod:`workbench.trace.row_compression`.

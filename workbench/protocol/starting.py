@@ -42,7 +42,7 @@ class HostInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPast:
-    """What a rank, or another process in its place, continues.
+    """The record that a rank, or another process in its place, continues.
 
     Attributes:
         header: its header, without what is of one rank or model (:func:`workbench.trace.header.header_to_dict`).
@@ -138,7 +138,7 @@ class ClusterOwner:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What each rank knows of all ranks, for notebooks that attach later.
+    """A description of all ranks, which each of them has for notebooks that attach later.
 
     Attributes:
         engines: session id of the engine of each rank.

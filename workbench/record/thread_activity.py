@@ -1,4 +1,4 @@
-"""What a thread of this process does while it announces nothing: whether it sleeps, computes, or waits for a disk."""
+"""Activity of a thread of this process that announces nothing: it sleeps, computes, or waits for a disk."""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected(Calls):
-    """What one training step should do for one unit: see :func:`closed_form`.
+    """The collectives that one training step needs for one unit: see :func:`closed_form`.
 
     Attributes:
         num_passes: forward and backward passes of the unit's model in the step.

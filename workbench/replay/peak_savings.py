@@ -1,4 +1,4 @@
-"""What would lower a rank's peak: the peak of a step under another policy, by formula, and its price.
+"""Ways to lower a rank's peak: the peak of a step under another policy, by formula, and its price.
 
 A formula changes the recorded bytes where the policy would, and takes the highest moment of the result. So a saving
 that only moves the peak elsewhere counts as what it is.
@@ -56,7 +56,7 @@ class Knob(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What a knob saves, by formula.
+    """The bytes that a knob saves, by formula.
 
     Attributes:
         knob: the setting.

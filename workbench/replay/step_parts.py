@@ -170,7 +170,7 @@ class Pieces:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankTimes:
-    """What the parts of a rank are made of.
+    """The raw material of a rank's parts.
 
     Attributes:
         collectives: those it issued.

@@ -43,7 +43,7 @@ _NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
-    """What is in a checkpoint, as JSON in :data:`RECORD`.
+    """The content of a checkpoint, as JSON in :data:`RECORD`.
 
     Attributes:
         step: number of steps that led to it.
@@ -196,7 +196,7 @@ _CLASSES = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
 }
-"""What the metadata of a checkpoint is made of: none of it runs code of the file."""
+"""The classes in the metadata of a checkpoint: none of them runs code of the file."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -624,7 +624,7 @@ class Checkpoint:
 
 @dataclass
 class LoadingPlan:
-    """What is read from a checkpoint, into which memory.
+    """The tensors to read from a checkpoint, and the memory for each.
 
     Attributes:
         owners: the model of each optimizer that is read.

@@ -1,4 +1,4 @@
-"""Which parameters and buffers still have the memory that ``to_empty`` gave them, never written since."""
+"""Parameters and buffers in the memory that ``to_empty`` gave them, never written since."""
 
 from __future__ import annotations
 

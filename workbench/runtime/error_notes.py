@@ -201,7 +201,7 @@ def _reads(frame: FrameType) -> Iterator[_Read]:
 
 
 class _Finding(NamedTuple):
-    """What a finder found.
+    """The result of a finder.
 
     Attributes:
         frame: the frame that read it.

@@ -32,7 +32,7 @@ _EXCHANGE = Collective("exchange of the gradients' values for a breakpoint", Non
 
 @dataclass(frozen=True, kw_only=True)
 class GradientValues:
-    """What breakpoints compare.
+    """The values that breakpoints compare.
 
     Attributes:
         nan: elements of gradients that are NaN or infinite, over all ranks.

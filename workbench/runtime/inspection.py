@@ -1,4 +1,4 @@
-"""What a rank holds of one parameter at this moment: its shard, the full parameter, gradients, optimizer state.
+"""A rank's tensors of one parameter at this moment: shard, full parameter, gradients, optimizer state.
 
 Nothing here communicates: all numbers are of this rank's data. Units, parameters, states and their reasons are read
 from the trace; only the tensors come from the event source.

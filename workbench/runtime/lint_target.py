@@ -1,4 +1,4 @@
-"""What rules see of a model, and the table of rules.
+"""A model as rules see it, and the table of rules.
 
 A rule is a generator function under :func:`rule`. Its name, with dashes, is the name of the rule; the first line of its
 docstring is the description in the documents. It yields a :class:`~workbench.base.fault.Fault` for what this rank sees,
@@ -31,7 +31,7 @@ Finding = Fault | RankComparison
 
 
 class Damage(IntEnum):
-    """What a fault costs; the worst comes first."""
+    """The cost of a fault; the worst comes first."""
 
     NUMBERS = 0  # wrong results, without an error
     STOPS = 1  # an error or a hang
@@ -215,7 +215,7 @@ class Rule:
 
     @property
     def about(self) -> str:
-        """What it finds: the first line of its docstring."""
+        """Its description: the first line of its docstring."""
         return (inspect.getdoc(self.check) or "").partition("\n")[0].rstrip(".")
 
 

@@ -35,7 +35,7 @@ Versions = frozenset[tuple[str, int, int]]
 
 @dataclass(frozen=True)
 class PrivateState:
-    """What one rank held that no replica has.
+    """The state of one rank that no replica has.
 
     Attributes:
         mark: when: entries of the program that were done, and steps of the next one.

@@ -498,7 +498,7 @@ _HOLDERS: tuple[tuple[Any, Callable[[Any], list[_Holder]]], ...] = (
     (type, lambda value: [_ClassAttributes(value)] if _is_of_program(value.__module__) else []),
     (object, _of_object),
 )
-"""What makes the holders of the references in a value, by its type; the first that fits counts."""
+"""Functions that make the holders of a value's references, by its type; the first that fits counts."""
 
 
 # ---- values
@@ -612,7 +612,7 @@ def _as_bytes(
 
 
 class _Drawn:
-    """What a draw gave, and what else it changed.
+    """The result of a draw, and its other changes.
 
     Args:
         draw: draws.

@@ -125,7 +125,7 @@ class ReplayedSteps:
 
 @dataclass
 class RankRuntime:
-    """Everything that one rank's process holds for the workbench.
+    """The state of the workbench in one rank's process.
 
     Attributes:
         groups: its process groups.

@@ -31,7 +31,7 @@ _HAS_NONE = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 class _Run:
-    """What one run of the step did.
+    """The result of one run of the step.
 
     Attributes:
         calls: modules in the order in which they are called.

@@ -55,7 +55,7 @@ Layout = tuple[tuple[str, torch.dtype, torch.Size, int], ...]
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What one rank held between two steps.
+    """The state of one rank between two steps.
 
     Attributes:
         mark: when.
@@ -288,7 +288,7 @@ class Snapshots:
 
 
 SNAPSHOTS = Snapshots()
-"""Those of this process."""
+"""The snapshots of this process."""
 
 
 def _exchanged(

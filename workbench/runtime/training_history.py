@@ -1,4 +1,4 @@
-"""What ``lint`` needs to know of the training so far, and what the state of the program no longer shows.
+"""The training so far, as ``lint`` needs it where the state of the program no longer shows it.
 
 It is noted where it happens: at steps of optimizers, in ``zero_grad()``, at passes over a ``DistributedSampler``, where
 checkpoints are read, and where a state of the random number generator is set. Nothing of the program changes, and
@@ -38,7 +38,7 @@ _NOW = r"(global|current|last)_?"
 
 @dataclass
 class OptimizerHistory:
-    """What happened to an optimizer.
+    """The history of an optimizer.
 
     Attributes:
         num_steps: steps that it has taken.

@@ -1,4 +1,4 @@
-"""What makes the state of a training, found once among the variables of cells, and copied or set as a whole.
+"""The state of a training, found once among the variables of cells, and copied or set as a whole.
 
 It is the models that train, their optimizers, everything else with ``state_dict()`` and ``load_state_dict()``, such as
 schedulers, scalers and loaders, the random number generators, and the number of steps. A snapshot is a copy in memory
@@ -114,7 +114,7 @@ def _is_plain(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSnapshot:
-    """What one rank holds of a training at the end of a step; a copy.
+    """One rank's state of a training at the end of a step; a copy.
 
     Attributes:
         step: number of steps that led to it.

@@ -17,7 +17,7 @@ _EFFECTS = {
     r"\b(shutil\.|os\.(remove|unlink|rename|makedirs|mkdir)|unlink\(|rmtree\(|mkdir\()": "changes files or folders",
     r"\b(requests\.|urlopen|wandb\.|mlflow\.|push_to_hub|SummaryWriter)": "sends to another machine, or logs",
 }
-"""What a cell does outside, by a pattern of its code."""
+"""Effects of a cell outside the ranks, by a pattern of its code."""
 
 
 def effects_of(entries: Sequence[Entry]) -> Iterator[str]:

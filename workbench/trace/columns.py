@@ -23,7 +23,7 @@ _NO_STEP = (0, 0)
 
 @dataclass(frozen=True, eq=False)
 class RankTrace:
-    """What one rank recorded. Equal by value (NaN equals NaN).
+    """The record of one rank. Equal by value (NaN equals NaN).
 
     Attributes:
         rank: global rank.
@@ -163,7 +163,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a training job recorded. Equal by value.
+    """The record of a training job. Equal by value.
 
     Attributes:
         header: everything that is not a row.

@@ -1,4 +1,4 @@
-"""What a signal ended a rank's process with: the text that :mod:`faulthandler` wrote, as the end of a recording."""
+"""The text that :mod:`faulthandler` wrote as a signal ended a rank's process, as the end of a recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine's kernel says of a rank's process, on Linux: one that writes nothing may be stopped, or gone."""
+"""State of a rank's process in this machine's kernel, on Linux: one that writes nothing may be stopped, or gone."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ _PART_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRank:
-    """What a folder has of one rank.
+    """One rank's part of a recording's folder.
 
     Attributes:
         start: how it began.
@@ -110,7 +110,7 @@ class RecordedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What a folder has.
+    """The content of a recording's folder.
 
     Attributes:
         trace: of all ranks, on rank 0's clock.

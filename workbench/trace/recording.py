@@ -185,7 +185,7 @@ class RecordingStop:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """What became of a rank: neither ``stop`` nor ``end`` while it runs, and after a kill or ``os._exit``."""
+    """The outcome of a rank: neither ``stop`` nor ``end`` while it runs, and after a kill or ``os._exit``."""
 
     stop: RecordingStop | None = None
     end: RunEnd | None = None

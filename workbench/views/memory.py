@@ -59,7 +59,7 @@ _MAX_KEPT = 3  # listed units that are full from before
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPanel:
-    """What one panel shows.
+    """The content of one panel.
 
     Attributes:
         ranks: the ranks it represents.

@@ -41,7 +41,7 @@ PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 CLEAR = "rgba(0,0,0,0)"
 WRONG = "#d6336c"
-"""What differs from the expected; in tables used for nothing else."""
+"""Colour of values that differ from the expected; in tables used for nothing else."""
 
 NARROWEST = 600
 """Minimum page width, in pixels, that figures are designed for; for narrower pages see :mod:`.responsive`."""
@@ -242,7 +242,7 @@ def figure(title: str, subtitle: str = "", *, height: int = 460, **layout: objec
 
 
 CONFIG = {"displaylogo": False, "showSendToCloud": False}
-"""What a page gives plotly with a figure: no link to plotly's site, and no button that uploads the figure there."""
+"""Plotly's configuration of a figure: no link to plotly's site, and no button that uploads the figure there."""
 
 
 class Figure(go.Figure):  # type: ignore[misc] # plotly has no types

@@ -1,4 +1,4 @@
-"""Which collectives the units of a model use, and when a rank may write its shards."""
+"""The collectives that the units of a model use, and the times at which a rank may write its shards."""
 
 from __future__ import annotations
 
