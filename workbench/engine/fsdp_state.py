@@ -757,7 +757,7 @@ class RootContext:
             RuntimeError: a collective was abandoned, see :meth:`CommGroup.issue`.
         """
         for group in self._groups():
-            group.check_usable(END)
+            group.usable_group(END)
         with torch.no_grad(), ctx.streams.reducing(after_compute=False):
             ctx.reductions.drain()
         ctx.join(all_streams=True)

@@ -148,7 +148,7 @@ class CommGroup:
         span = None if kind is None else CollectiveSpan(unit, kind, collective.num_bytes, self.next_comm())
         if span is not None:
             probe.event(span.kind, Edge.BEGIN, span.unit, span.num_bytes, span.comm)
-        process_group = self._usable(collective)
+        process_group = self.usable_group(collective)
         with self._giving_up():
             cancellation.check()
             self._check_is_next(collective)
@@ -194,7 +194,7 @@ class CommGroup:
         Raises:
             StepAborted, CollectiveFailed, RanksDisagreeError, RuntimeError: as :meth:`issue`.
         """
-        self._usable(collective)
+        self.usable_group(collective)
         with self._giving_up():
             return text if self._order_check is None else self._order_check.tell(collective, text)
 
@@ -203,7 +203,7 @@ class CommGroup:
 
         The ranks read each other's texts only if they differ. Arguments and errors as for :meth:`tell`.
         """
-        self._usable(collective)
+        self.usable_group(collective)
         with self._giving_up():
             return [text] * self.size if self._order_check is None else self._order_check.compare(collective, text)
 
@@ -216,7 +216,13 @@ class CommGroup:
             self.give_up(error)
             raise
 
-    def _usable(self, collective: Collective) -> dist.ProcessGroup:
+    def usable_group(self, collective: Collective) -> dist.ProcessGroup:
+        """Return the process group if collectives can be issued; ``collective`` names the next one.
+
+        Raises:
+            StepAborted: this rank was cancelled.
+            RuntimeError: the group was destroyed, or an earlier collective was abandoned.
+        """
         if self.process_group is not None and not self._given_up:
             return self.process_group
         cancellation.check()
@@ -250,15 +256,6 @@ class CommGroup:
         self._given_up = self._given_up or f"{type(error).__name__}: {str(error).partition('. ')[0]}"
         if isinstance(error, RanksDisagreeError) and self._order_check is not None:
             self._order_check.leave(str(error))
-
-    def check_usable(self, collective: Collective) -> None:
-        """Check that collectives can be issued; ``collective`` names the next one.
-
-        Raises:
-            StepAborted: this rank was cancelled.
-            RuntimeError: the group was destroyed, or an earlier collective was abandoned.
-        """
-        self._usable(collective)
 
     def end_iteration(self) -> None:
         """See :func:`end_iteration`."""
