@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from tests.cli.test_main import record
 from tests.helpers import json_schema
 from tests.helpers.fake_cluster import FakeCluster, blocks, gives, prints, step_result, writes
+from tests.helpers.recorded_run import record
 from tests.helpers.trace_strategies import example_trace
 from tests.helpers.waiting import wait_until
 from workbench.agents import mcp_server, screenshot, tool_calls

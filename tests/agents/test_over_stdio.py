@@ -6,9 +6,9 @@ import signal
 import psutil
 import pytest
 
-from tests.cli.test_main import record
 from tests.helpers.leaks import is_running
 from tests.helpers.mcp_client import connected
+from tests.helpers.recorded_run import record
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.cluster

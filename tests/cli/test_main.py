@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import json_schema
+from tests.helpers.recorded_run import record
+from tests.helpers.scripts import RECIPE, written
 from tests.helpers.trace_strategies import example_trace
+from tests.helpers.warm_python import WARM
 from workbench import INSTALL, __version__
 from workbench.base.fault import Fault
-from workbench.cli import demo, doctor
+from workbench.cli import demo, doctor, lint_script
 from workbench.cli import main as cli
 from workbench.cli.demo import Communication, DemoError, DemoReport
 from workbench.cli.doctor import Diagnosis, Finding, Verdict
@@ -19,7 +22,7 @@ from workbench.errors import RankError, UsageError
 from workbench.reports.results import VerifyReport
 from workbench.session import script_ranks
 from workbench.trace import save
-from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart
+from workbench.trace.recording import RunEnd
 
 
 def test_the_command_is_installed():
@@ -232,29 +235,6 @@ def test_the_exit_status_of_doctor(well, code, monkeypatch):
 # ---- view and where
 
 
-UP_NS = 24 * 3600 * 10**9
-"""The clock of the recorded host: it was started a day ago."""
-
-
-def record(folder, *, ranks=(0, 1), ago_s=0, end=None):
-    """Record ``ranks`` of a run of two ranks that still runs; its newest row is ``ago_s`` seconds old."""
-    trace = example_trace(num_ranks=2, num_units=2, steps=2)
-    now_ns, wall_ns = UP_NS, time.time_ns()
-    newest_ns = int(trace.rank(0).rows["t_ns"][-1])
-    for rank in ranks:
-        rows = trace.rank(rank).rows.copy()
-        rows["t_ns"] += now_ns - ago_s * 10**9 - newest_ns
-        begin_ns = int(rows["t_ns"][0])
-        start = RunStart(rank=rank, world_size=2, clock="one", t_ns=begin_ns, wall_ns=wall_ns - now_ns + begin_ns)
-        writer = RecordingWriter(folder, start, trace.header, 1 << 30)
-        writer.append(rows.tobytes(), trace.rank(rank).state_before(len(rows)))
-        writer.write(FrameKind.HEARTBEAT, Heartbeat(t_ns=now_ns, wall_ns=wall_ns, event_ns=begin_ns))
-        if end is not None:
-            writer.end(end)
-        writer.close()
-    return trace
-
-
 def test_where_says_that_a_run_goes_on_and_leaves_with_0(tmp_path, capsys):
     record(tmp_path)
     assert cli.main(["where", str(tmp_path)]) == 0
@@ -459,6 +439,23 @@ class FakeRanks:
         return self.report
 
 
+@pytest.fixture
+def fake_ranks(tmp_path, monkeypatch):
+    """Run ``workbench verify train.py`` on ranks that need no time."""
+    written(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for module in (script_ranks, lint_script):
+        monkeypatch.setattr(module, "ScriptRanks", FakeRanks)
+
+
+@pytest.mark.parametrize("word", ["lint", "verify"])
+def test_a_script_that_is_not_there_is_refused_before_ranks_start(word, fake_ranks, capsys):
+    FakeRanks.calls = ()
+    assert cli.main([word, "trian.py"]) == 2
+    assert "there is no script trian.py in" in capsys.readouterr().err
+    assert FakeRanks.calls == ()
+
+
 @pytest.mark.parametrize(
     ("report", "status"),
     [
@@ -470,8 +467,7 @@ class FakeRanks:
         (RankError("rank 0 raised", rank=0, ename="E", evalue="e", traceback=""), 2),
     ],
 )
-def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
-    monkeypatch.setattr(script_ranks, "ScriptRanks", FakeRanks)
+def test_verify_ends_with_what_it_found(report, status, fake_ranks, monkeypatch, capsys):
     monkeypatch.setattr(FakeRanks, "report", report)
     assert cli.main(["verify", "train.py", "-n", "3", "--lr", "1e-3", "--fn", "fit", "--json", "more"]) == status
     assert FakeRanks.calls == (3, "our engine", ("train.py", ("--lr", "1e-3", "more")), ("", "fit"))
@@ -482,47 +478,14 @@ def test_verify_ends_with_what_it_found(report, status, monkeypatch, capsys):
         assert said.err.startswith("train.py cannot be verified: no model is sharded\nThe script must shard a model")
 
 
-def test_verify_passes_what_follows_two_hyphens_to_the_script(monkeypatch, capsys):
-    monkeypatch.setattr(script_ranks, "ScriptRanks", FakeRanks)
+def test_verify_passes_what_follows_two_hyphens_to_the_script(fake_ranks, capsys):
     assert cli.main(["verify", "train.py", "--", "-n", "3"]) == 0
     assert FakeRanks.calls[:3] == (2, "our engine", ("train.py", ("-n", "3")))
     assert capsys.readouterr().out.startswith("sharded training is the same as unsharded: 4 parameters")
 
 
-RECIPE = """
-import argparse
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-
-parser = argparse.ArgumentParser()
-parser.add_argument("--scale", type=float, default=1.0)
-args = parser.parse_args()
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-for module in (model[0], model):
-    fully_shard(module)
-    module.set_gradient_divide_factor(2.0 / args.scale)
-optimizer = torch.optim.SGD(model.parameters(), 0.5)
-data = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
-
-
-def train_step():
-    loss = model(data).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
-
-
-train_step()
-dist.destroy_process_group()
-"""
-
-
-def test_a_script_for_torchrun_is_verified(tmp_path, capsys):
+def test_a_script_for_torchrun_is_verified(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", WARM.executable())
     script = tmp_path / "train.py"
     script.write_text(RECIPE)
     assert cli.main(["verify", str(script)]) == 0

@@ -70,6 +70,39 @@ if __name__ == "__main__":
 """
 """Trains a small model, sharded by ``fully_shard`` or in DDP, and writes its losses in hexadecimal."""
 
+RECIPE = """
+import argparse
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, default=1.0)
+args = parser.parse_args()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+for module in (model[0], model):
+    fully_shard(module)
+    module.set_gradient_divide_factor(2.0 / args.scale)
+optimizer = torch.optim.SGD(model.parameters(), 0.5)
+data = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def train_step():
+    loss = model(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+train_step()
+dist.destroy_process_group()
+"""
+"""Trains, and has a function for ``verify``; ``--scale`` divides the gradients by too little."""
+
 
 def written(folder, source=TRAIN, name="train.py"):
     """Write a script into ``folder``; return its path."""

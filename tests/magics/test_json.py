@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from tests.cli.test_main import record
 from tests.helpers import json_schema
 from tests.helpers.fake_cluster import (
     LINT_RESULT,
@@ -17,6 +16,7 @@ from tests.helpers.fake_cluster import (
     step_result,
     writes,
 )
+from tests.helpers.recorded_run import record
 from tests.reports.test_inspect_table import FOUND
 from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from workbench.errors import UsageError
 from workbench.reports.lint_report import LintReport
 from workbench.session.outputs import OnOutput
-from workbench.session.script_ranks import ScriptRanks
+from workbench.session.script_ranks import ScriptRanks, run_of
 
 
 def run(script: str, args: Sequence[str], *, module: bool, num_ranks: int, on_output: OnOutput) -> LintReport:
@@ -24,6 +24,7 @@ def run(script: str, args: Sequence[str], *, module: bool, num_ranks: int, on_ou
         UsageError: there is no such script, or no variable of it holds a sharded model at its end.
         RankError, RankDied, Interrupted: the script failed, or was interrupted.
     """
+    run_of(script, args, module=module)
     with ScriptRanks(num_ranks, on_output) as ranks:
         ranks.run_script(script, args, module=module)
         held = [model for models in ranks.models().values() for model in models if model.units]

@@ -516,9 +516,10 @@ def _where(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from workbench.session.script_ranks import ScriptRanks  # noqa: PLC0415 - loaded when used
+    from workbench.session.script_ranks import ScriptRanks, run_of  # noqa: PLC0415 - loaded when used
 
     try:
+        run_of(args.script, args.rest)
         with ScriptRanks(args.num_ranks, _show_output) as ranks:
             ranks.take_our_engine()
             ranks.run_script(args.script, args.rest)

@@ -119,7 +119,7 @@ class ScriptRanks:
             UsageError: there is no such script.
             RankError, RankDied, Interrupted: it failed, or was interrupted.
         """
-        self._call("execute", to_dict(with_script(_made(lambda: Run(script, args, module=module)))))
+        self._call("execute", to_dict(run_of(script, args, module=module)))
         cast(Stream, self._stream).finish(self._on_output, also_agreement=True)
         self._stream = None
 
@@ -241,6 +241,15 @@ class ScriptRanks:
         if self._stream is not None:
             self._stream.forward(self._on_output)
         return len(ready)
+
+
+def run_of(script: str, args: Sequence[str], *, module: bool = False) -> Run:
+    """Return the command that runs a script: also before ranks start, to refuse at once what is not there.
+
+    Raises:
+        UsageError: there is no such script.
+    """
+    return with_script(_made(lambda: Run(script, args, module=module)))
 
 
 def _made(command: Callable[[], C]) -> C:
