@@ -1,12 +1,12 @@
 import ast
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from tests.helpers import documents
 from tests.helpers.package_source import REPO, sources
+from tests.helpers.warm_python import WARM
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
@@ -136,6 +136,6 @@ def test_a_root_unit_is_named_in_one_place():
 def test_a_kind_is_one_row():
     """With two rows added to the text of ``events.py``, and nothing else, every part treats two more kinds."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
+        [WARM.executable(), "-m", "tests.helpers.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

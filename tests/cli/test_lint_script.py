@@ -1,13 +1,11 @@
 """``workbench lint``: its arguments, its exit status, and that it leaves no process."""
 
-import os
 import subprocess
-import sys
 
-import psutil
 import pytest
 
 from tests.helpers import json_schema
+from tests.helpers.warm_python import WarmPython
 from workbench.base.fault import Fault
 from workbench.cli import lint_script
 from workbench.cli import main as cli
@@ -98,6 +96,8 @@ def test_a_script_that_failed_is_told_what_to_do_in_a_shell(error, lines, monkey
     assert capsys.readouterr().err.splitlines() == ["loss 1.5", *lines]
 
 
+WARM = WarmPython(is_inherited=True)
+
 SCRIPT = """
 import sys
 import torch
@@ -138,24 +138,14 @@ dist.destroy_process_group()
         (("plain",), 2, "nor of a function of it that steps an optimizer, holds a sharded model"),
     ],
 )
-def test_lint_runs_a_script_and_leaves_no_process(args, status, text, tmp_path, monkeypatch):
+def test_lint_runs_a_script_and_leaves_no_process(args, status, text, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "workbench.cli.main", "lint", str(script), "-n", "2", *args]
-    with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as process:
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == status, said
-    assert text in said
-    assert "idle again" not in said
-    left = [each for each in psutil.process_iter(["cmdline"]) if str(script) in (each.info["cmdline"] or [])]
-    ours = [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid]
-    assert (left, ours) == ([], [])
-
-
-def _session_of(pid):
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    command = [WARM.executable(), "-m", "workbench.cli.main", "lint", str(script), "-n", "2", *args]
+    done = subprocess.run(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == status, done.stdout
+    assert text in done.stdout
+    assert "idle again" not in done.stdout
+    assert WARM.forks() == []

@@ -1,12 +1,9 @@
 """A session on real ranks, exported and started by torchrun: the same losses, bit for bit."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.helpers.notebook_model import CELL
+from tests.helpers.warm_python import torchrun
 from workbench import Workbench
 from workbench.errors import RankError
 
@@ -25,11 +22,9 @@ def train_step():  # the same data in every step, so that aborted steps leave no
 )
 
 
-def printed(path, num_ranks=2):
+def printed(path, num_ranks):
     """Run a script; return the losses that it prints."""
-    start = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}")
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([*start, path], env=environ, capture_output=True, text=True, timeout=250, check=False)
+    done = torchrun(path, num_ranks=num_ranks)
     assert done.returncode == 0, done.stderr
     return tuple(float(line.partition(": loss ")[2]) for line in done.stdout.splitlines() if ": loss " in line)
 

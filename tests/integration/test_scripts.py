@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from tests.helpers.ctrl_c import CtrlCCallback
 from tests.helpers.scripts import TRAIN, written
 from tests.helpers.waiting import PATIENCE_S
+from tests.helpers.warm_python import torchrun
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.rank_messages import LocateLine
@@ -61,15 +60,9 @@ def losses(wb):
 @pytest.mark.parametrize("args", [(), ("--ddp",), ("--workers", "2")])
 def test_losses_are_those_under_torchrun_bit_for_bit(wb, run, tmp_path, args):
     run(TRAIN, "--lr", "1e-3", "--steps", "5", *args)
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}  # as the ranks have: sums depend on it
-    done = subprocess.run(
-        [*launch, str(tmp_path / "train.py"), "--lr", "1e-3", "--steps", "5", *args],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **threads},
-    )
+    threads = str(max(1, (os.cpu_count() or 1) // 2))  # as the ranks have: sums depend on it
+    line = (tmp_path / "train.py", "--lr", "1e-3", "--steps", "5", *args)
+    done = torchrun(*line, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS=threads)
     expected = {int(rank): text for rank, text in re.findall(r"losses of rank (\d): (.*)", done.stdout)}
     assert [len(text.split()) for text in expected.values()] == [5, 5], (done.returncode, done.stderr)
     assert losses(wb) == expected

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.record.test_main import torchrun
+from tests.helpers.warm_python import torchrun
 from workbench.replay.collectives import compare
 from workbench.trace import check, steps
 from workbench.trace.read_recording import read

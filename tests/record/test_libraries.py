@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.record.test_main import torchrun
+from tests.helpers.warm_python import torchrun
 from workbench.events import COLLECTIVES, Edge, Kind
 from workbench.replay.collectives import compare
 from workbench.trace import check, steps

@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.scripts import written
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_python import WARM, torchrun
 from workbench import Workbench
 from workbench.cli import main as cli
 from workbench.errors import TraceError
@@ -24,7 +27,7 @@ from workbench.trace import check, steps
 from workbench.trace.read_recording import read
 
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
-RECORD = (sys.executable, "-m", "workbench.record", "--out")
+RECORD = ("-m", "workbench.record", "--out")
 
 MODEL = """
 import os, sys, threading
@@ -72,17 +75,12 @@ if __name__ == "__main__":
 )
 
 
-def torchrun(*command):
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command)
-    return subprocess.run(launch, env=ENVIRON, capture_output=True, text=True, timeout=250, check=False)
-
-
 def by_hand(folder, script, variables, *flags):
     """Start two ranks as a launcher does that tells them their place by ``variables``; return them."""
     rank, size = variables
     return [
         subprocess.Popen(
-            [*RECORD, folder, *flags, script],
+            [WARM.executable(), *RECORD, folder, *flags, script],
             env={**ENVIRON, rank: str(number), size: "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -90,13 +88,6 @@ def by_hand(folder, script, variables, *flags):
         )
         for number in (0, 1)
     ]
-
-
-def script_in(folder, text):
-    folder.mkdir(exist_ok=True)
-    path = folder / "train.py"
-    path.write_text(text)
-    return path
 
 
 def init(folder, variables):
@@ -113,11 +104,13 @@ SLURM, MPI = ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_CO
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Folder of a run by torchrun, and what it printed with and without being recorded."""
+    """Folder of a run by torchrun itself, and what it printed with and without being recorded."""
     folder = tmp_path_factory.mktemp("recorded")
-    script = script_in(folder, TRAIN)
+    script = written(folder, TRAIN)
     arguments = (script, "--lr", "-m", "--out")
-    with_it = torchrun("-m", "workbench.record", "--out", folder / "out", *arguments)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (*launch, *RECORD, folder / "out", *arguments)
+    with_it = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=250, check=False)
     return folder / "out", with_it, torchrun(*arguments)
 
 
@@ -131,7 +124,7 @@ def test_losses_are_bit_equal_with_and_without(recorded):
 
 def test_an_error_about_a_sharded_parameter_gets_a_note(tmp_path):
     fails = TRAIN.replace("    dist.destroy", "    model[1].linear(torch.ones(2, 16))\n    dist.destroy")
-    ended = torchrun("-m", "workbench.record", "--out", tmp_path / "out", script_in(tmp_path, fails))
+    ended = torchrun("-m", "workbench.record", "--out", tmp_path / "out", written(tmp_path, fails))
     assert ended.returncode != 0
     assert "[workbench] parameter '1.linear.weight' is sharded; unit '1' is sharded: freed after its b" in ended.stderr
     assert "fix: call model[1](...), or compute between model[1].unshard() and model[1].reshard()" in ended.stderr
@@ -183,7 +176,7 @@ def test_a_watcher_that_fails_leaves_the_program_as_it_is_and_the_recording_says
         "    _torch_private.is_gathering = None",
     )
     folder = tmp_path / "out"
-    ended = torchrun("-m", "workbench.record", "--out", folder, script_in(tmp_path, broken), "--lr", "-m", "--out")
+    ended = torchrun("-m", "workbench.record", "--out", folder, written(tmp_path, broken), "--lr", "-m", "--out")
     assert (ended.returncode, sorted(ended.stdout.splitlines())) == (0, sorted(without.stdout.splitlines()))
     (sentence,) = {line.partition(": ")[2] for line in ended.stderr.splitlines() if line.startswith("workbench")}
     why = r"\(TypeError: 'NoneType' object is not callable, at line \d+ of torch_fully_shard\.py\)"
@@ -200,7 +193,11 @@ def test_a_folder_with_a_recording_is_refused_before_training_begins(recorded):
     folder, *_ = recorded
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = subprocess.run(
-        [*RECORD, folder, folder.parent / "train.py"], env=ENVIRON, capture_output=True, text=True, check=False
+        [WARM.executable(), *RECORD, folder, folder.parent / "train.py"],
+        env=ENVIRON,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -241,7 +238,7 @@ if __name__ == "__main__":
 
 
 def test_workers_of_a_data_loader_threads_and_an_early_end_of_the_group_under_srun(tmp_path):
-    script = script_in(tmp_path, WORKERS.replace("INIT", init(tmp_path, SLURM).strip()))
+    script = written(tmp_path, WORKERS.replace("INIT", init(tmp_path, SLURM).strip()))
     ranks = by_hand(tmp_path / "out", script, SLURM)
     outputs = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
@@ -255,7 +252,7 @@ def test_workers_of_a_data_loader_threads_and_an_early_end_of_the_group_under_sr
 
 def test_distributed_data_parallel_has_its_all_reduces(tmp_path):
     """With torch 2.14 or newer those of its reducer, else only those that Python code issues."""
-    script = script_in(
+    script = written(
         tmp_path,
         f"{MODEL}{init(tmp_path, SLURM)}\n"
         "model = nn.parallel.DistributedDataParallel(nn.Linear(16, 1))\n"
@@ -284,7 +281,7 @@ RAISES = "raise ValueError('the data of rank 1 are bad')"
 
 
 def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
-    script = script_in(
+    script = written(
         tmp_path,
         f"{MODEL}{init(tmp_path, MPI)}\n"
         "model = build(1)\n"
@@ -299,7 +296,7 @@ def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
     ranks = by_hand(tmp_path / "out", script, MPI)
     outputs = [rank.communicate(timeout=200) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [3, 1], outputs
-    line = script.read_text().splitlines().index(f"        {RAISES}") + 1
+    line = Path(script).read_text().splitlines().index(f"        {RAISES}") + 1
     assert "ValueError: the data of rank 1 are bad" in outputs[1][1]
     found = read(tmp_path / "out")
     assert (found.notes, check(found.trace), steps(found.trace)) == ((), [], [0])
@@ -314,7 +311,7 @@ def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
 def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monkeypatch, capsys):
     """Rank 1 hangs between two steps, in the user's code; its stack is written, then it is killed."""
     out = tmp_path / "out"
-    script = script_in(
+    script = written(
         tmp_path,
         f"{MODEL}{init(tmp_path, SLURM)}\n"
         "model = build(2)\n"
@@ -387,7 +384,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def go(text, *arguments, flags=()):
-        script = script_in(tmp_path, text)
+        script = written(tmp_path, text)
         try:
             record.main(["--out", str(tmp_path / "out"), *flags, str(script), *arguments])
         except BaseException as error:  # noqa: BLE001 - it is compared
@@ -508,7 +505,7 @@ def test_wrong_arguments_are_refused_before_anything_is_made(arguments, why, tmp
 
 
 def test_a_wrong_environment_is_refused(tmp_path, monkeypatch, capsys):
-    script = script_in(tmp_path, "")
+    script = written(tmp_path, "")
     monkeypatch.setenv("RANK", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as left:
@@ -527,7 +524,7 @@ def test_a_wrong_environment_is_refused(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_folder_that_cannot_be_written_is_refused(out, why, tmp_path, monkeypatch, capsys):
-    script = script_in(tmp_path, "raise AssertionError('it must not run')")
+    script = written(tmp_path, "raise AssertionError('it must not run')")
     (tmp_path / "file").touch()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -544,7 +541,7 @@ def test_a_torch_that_cannot_be_recorded_runs_the_script_nevertheless(tmp_path, 
         raise AttributeError("no attribute 'unshard'")
 
     monkeypatch.setattr(rank_recording, "Watch", unknown)
-    record.main(["--out", str(tmp_path / "out"), str(script_in(tmp_path, "print('trained')"))])
+    record.main(["--out", str(tmp_path / "out"), str(written(tmp_path, "print('trained')"))])
     said = capsys.readouterr()
     assert said.out == "trained\n"
     assert said.err == "workbench.record, rank 0: this run is not recorded: AttributeError: no attribute 'unshard'\n"

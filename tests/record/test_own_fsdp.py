@@ -3,7 +3,8 @@
 import pytest
 
 from tests.helpers.own_fsdp import FSDP, source_of
-from tests.record.test_main import script_in, torchrun
+from tests.helpers.scripts import written
+from tests.helpers.warm_python import torchrun
 from workbench import Workbench
 from workbench.replay import training
 from workbench.replay.collectives import compare
@@ -26,7 +27,7 @@ dist.destroy_process_group()
 
 @pytest.mark.cluster
 def test_its_units_and_its_loss_are_in_the_recording(tmp_path):
-    script = script_in(tmp_path, "\n".join((START, *map(source_of, FSDP), LOOP)))
+    script = written(tmp_path, "\n".join((START, *map(source_of, FSDP), LOOP)))
     done, plain = torchrun("-m", "workbench.record", "--out", tmp_path / "out", script), torchrun(script)
     assert done.returncode == plain.returncode == 0, done.stderr + plain.stderr
     assert sorted(done.stdout.splitlines()) == sorted(plain.stdout.splitlines())

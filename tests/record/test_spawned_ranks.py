@@ -6,7 +6,9 @@ from collections import Counter
 
 import torch.multiprocessing as mp
 
-from tests.record.test_main import ENVIRON, MODEL, RECORD, script_in
+from tests.helpers.scripts import written
+from tests.helpers.warm_python import WARM
+from tests.record.test_main import ENVIRON, MODEL, RECORD
 from workbench.events import Edge, Kind
 from workbench.record import __main__ as record
 from workbench.trace import check, steps
@@ -28,8 +30,8 @@ if __name__ == "__main__":
 
 
 def test_processes_that_a_script_spawns_are_the_ranks_of_its_recording(tmp_path):
-    script = script_in(tmp_path, SPAWNS)
-    command = [*RECORD, tmp_path / "out", script, tmp_path / "store"]
+    script = written(tmp_path, SPAWNS)
+    command = [WARM.executable(), *RECORD, tmp_path / "out", script, tmp_path / "store"]
     ended = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 1
     assert "ProcessRaisedException" in ended.stderr
@@ -49,7 +51,7 @@ def test_a_script_whose_processes_cannot_be_recorded_is_told_how_they_can(tmp_pa
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = mp.start_processes
     lines = ("import os, subprocess, sys", "subprocess.run([sys.executable, '-c', ''])")
-    record.main(["--out", str(tmp_path / "out"), str(script_in(tmp_path, "\n".join(lines)))])
+    record.main(["--out", str(tmp_path / "out"), str(written(tmp_path, "\n".join(lines)))])
     assert capsys.readouterr().err == (
         "workbench.record, rank 0: nothing was recorded, as this process trained nothing. If the script starts its"
         " ranks itself, let it use torch.multiprocessing.spawn, or start it by torchrun\n"

@@ -1,14 +1,13 @@
 """Ranks of the command line: a script's output, models and errors, and the end of all processes."""
 
-import os
 import signal
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_python import WarmPython
 from workbench.errors import RankError, UsageError
 from workbench.session.script_ranks import ScriptRanks
 
@@ -43,6 +42,15 @@ train_step()
 """
 
 
+WARM = WarmPython(is_inherited=True)
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch):
+    """Let ranks begin in forks."""
+    monkeypatch.setattr(sys, "executable", WARM.executable())
+
+
 @pytest.fixture
 def script(tmp_path):
     file = tmp_path / "train.py"
@@ -53,7 +61,7 @@ def script(tmp_path):
 def test_a_script_leaves_its_models_to_be_checked(script):
     written = []
     with ScriptRanks(2, lambda output: written.append(output.text)) as ranks:
-        processes = [each for each in psutil.Process().children() if "piped_rank" in " ".join(each.cmdline())]
+        assert len(WARM.forks()) == 2
         ranks.take_our_engine()
         ranks.run_script(script, ["--lr", "1"])
         assert [[model.name for model in models] for models in ranks.models().values()] == [["model"], ["model"]]
@@ -62,8 +70,7 @@ def test_a_script_leaves_its_models_to_be_checked(script):
         assert ranks.verify("model", "train_step", repeat=True).ok
         with pytest.raises(UsageError, match="mdoel"):
             ranks.verify("mdoel", "train_step", repeat=False)
-    assert len(processes) == 2
-    assert not any(each.is_running() for each in processes)
+    assert WARM.forks() == []
     assert "".join(written) == "café ['--lr', '1']\n--- 2 ranks agree\n"
 
 
@@ -109,11 +116,4 @@ def test_ranks_end_with_a_rank_that_died_with_ctrl_c_and_with_the_command(dies, 
             process.send_signal(sent)
         assert text in process.stderr.read()
     assert process.returncode == status
-    wait_until(lambda: not [each for each in psutil.process_iter() if _session_of(each.pid) == process.pid])
-
-
-def _session_of(pid):
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    wait_until(lambda: not WARM.forks())
