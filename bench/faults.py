@@ -143,9 +143,11 @@ class Bench:
         ranks: number of ranks.
         engine: key of :data:`ENGINES`.
         has_replicas: whether the model is sharded over half of the ranks, with two replicas.
+        asks_recorder: whether torch's analysis is asked about stalls of torch's engine.
     """
 
-    def __init__(self, ranks: int, engine: str, *, has_replicas: bool) -> None:
+    def __init__(self, ranks: int, engine: str, *, has_replicas: bool, asks_recorder: bool = False) -> None:
+        self._asks_recorder = asks_recorder and engine == "torch"
         self.ranks, self.engine, self._mesh = ranks, engine, (2, ranks // 2) if has_replicas else ()
         self._wb = Workbench(ranks, device="cpu")
 
@@ -174,7 +176,7 @@ class Bench:
             return FaultRun(**about, refused=str(error))
         try:
             if fault != CLEAN and KINDS[fault].shown_by == "where":
-                verdicts, recorder = self._of_stall(asks_recorder=self.engine == "torch")
+                verdicts, recorder = self._of_stall()
             elif fault != CLEAN and KINDS[fault].shown_by == SAVE:
                 verdicts = self._of_save()
             else:
@@ -215,10 +217,10 @@ class Bench:
                 return (Verdict(instrument="save", rule=type(error).__name__, text=str(error)),)
         return ()
 
-    def _of_stall(self, *, asks_recorder: bool) -> tuple[tuple[Verdict, ...], str]:
+    def _of_stall(self) -> tuple[tuple[Verdict, ...], str]:
         """Take a step in the background, and ask where the ranks are until there is a verdict; then abort."""
         with tempfile.TemporaryDirectory() as folder:
-            if asks_recorder:
+            if self._asks_recorder:
                 self._wb.run_cell(DUMP.replace("{folder}", folder).replace("{{rank}}", "{rank}"))
             self._wb.step(1, background=True)
             deadline = time.monotonic() + STALL_S
@@ -226,7 +228,7 @@ class Bench:
             while not found and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 found = self._asked("where", self._wb.where)
-            recorder = _flight_recorder(Path(folder), self.ranks) if asks_recorder else ""
+            recorder = _flight_recorder(Path(folder), self.ranks) if self._asks_recorder else ""
             with suppress(UsageError):  # it has ended
                 self._wb.abort()
             self._wb.news()
@@ -275,7 +277,7 @@ def runs(seeds: int, ranks: Sequence[int], engines: Sequence[str], faults: Seque
         for engine in engines:
             for names in (plain, replicated):
                 if names:
-                    with Bench(number, engine, has_replicas=names is replicated) as bench:
+                    with Bench(number, engine, has_replicas=names is replicated, asks_recorder=True) as bench:
                         yield from (bench.run(name, seed) for name in names for seed in range(seeds))
 
 

@@ -57,7 +57,6 @@ WITHOUT = {}, "", 0, (1,)  # rank 1 has the shards of rank 3
 POLICIES = {
     2: {"fully_shard": {}, "classic": {"api": "classic"}, "mixed": {"mp": "bf16"}, "offload": {"offload": True}},
     4: {
-        "fully_shard": {},
         "classic": {"api": "classic", "orig_params": True},
         "hybrid": {"mesh": (2, 2)},
         "classic hybrid": {"api": "classic", "strategy": "hybrid", "mesh": (2, 2)},
@@ -112,8 +111,9 @@ def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
         assert healed.next == f"%fsdp step {STEPS - 5}{words}"
         assert losses_of(wb) == {rank: each[:5] for rank, each in expected.items()}, name
         wb.run_cell("doomed.clear()")
-        kill(wb, 0)  # at which all meet, and between two commands; a heal leaves a snapshot
-        assert wb.heal().steps_redone == 0
+        if number == 1:
+            kill(wb, 0)  # at which all meet, and between two commands; a heal leaves a snapshot
+            assert wb.heal().steps_redone == 0
         wb.step(STEPS - 5)
         assert losses_of(wb) == expected, name
         assert wb.save(str(tmp_path / "runs")).step == 2 * STEPS * number
