@@ -25,29 +25,29 @@ from workbench.cli.course_copy import solutions
 
 FOLDER = REPO / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-INSIDE = FOLDER / "02_inside_a_step.ipynb"
+TOUR, INSIDE = FOLDER / "01_tour.ipynb", FOLDER / "02_inside_a_step.ipynb"
 TIMEOUT_S = 300
 
 ATTEMPTS = REPO / "tests" / "course" / "attempts"
 
+_VIEW = re.compile("%fsdp (comms|layout|memory|states|timeline)( .*)?")
 _FIRST_TRY = "first_try"
 _SAYS = "says"
 _NEXT = """
 import os
 os.chdir({folder!r})
+os.environ["WORKBENCH_RANKS"] = "{num_ranks}"
+"""
+_WARM = """
+%load_ext workbench
+%fsdp start -n 2
+%fsdp stop
 """
 _CLEAN = """
 import os
 os.environ.pop("WORKBENCH_ACTIVATIONS", None)
 get_ipython().extension_manager.unload_extension("workbench")
 get_ipython().run_line_magic("reset", "-f")
-"""
-_WARM = """
-%load_ext workbench
-%fsdp start -n {num_ranks}
-%fsdp stop
-%unload_ext workbench
-%reset -f
 """
 
 
@@ -111,7 +111,8 @@ def attempts(path: Path) -> Mapping[str, Sequence[Attempt]]:
 def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
     """Return a copy of ``notebook`` in which each exercise is tried as stored, with each attempt at it, and solved.
 
-    The checks of attempts are marked with what they have to say, and cells of attempts may raise.
+    The checks of attempts are marked with what they have to say, and cells of attempts may raise. Only the solution is
+    also drawn: a view changes nothing.
     """
     made = copy.deepcopy(notebook)
     cells, done = [], 0
@@ -121,6 +122,8 @@ def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
         solution = Attempt("", solutions(path)[each.grade_id])
         for attempt in [stored, *attempts(path).get(each.grade_id, ()), solution]:
             tried = copy.deepcopy(made.cells[each.answer : each.check + 1])
+            if attempt is not solution:
+                tried = [cell for cell in tried if not _VIEW.fullmatch(cell.source)]
             tried[0].source = attempt.source
             for cell in tried:
                 cell.metadata["tags"] = ["raises-exception"]
@@ -146,6 +149,14 @@ def wrong_verdicts(ran: NotebookNode) -> list[str]:
 
 def _is_as_said(failed: str, says: str) -> bool:
     return says in failed if says else not failed
+
+
+def assert_kept_without_outputs(path: Path) -> None:
+    """Check that the notebook at ``path`` is valid and stored as one that never ran."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert "widgets" not in notebook.metadata
+    assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
 
 
 def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:
@@ -186,14 +197,14 @@ class WarmKernel:
             _notebook(), km=self._kernel, timeout=TIMEOUT_S, iopub_timeout=TIMEOUT_S, store_widget_state=False
         )
 
-    def warm(self, num_ranks: int) -> None:
+    def warm(self) -> None:
         """Start and stop ranks, so that all processes exist that stay."""
-        self._execute(_notebook(_WARM.format(num_ranks=num_ranks)))
+        self._execute(_notebook(_WARM, _CLEAN))
 
-    def run(self, notebook: NotebookNode) -> NotebookNode:
-        """Run ``notebook``; return it with its outputs. What it defined is removed."""
+    def run(self, notebook: NotebookNode, num_ranks: int = 2) -> NotebookNode:
+        """Run ``notebook`` on a number of ranks; return it with its outputs. What it defined is removed."""
         try:
-            self._execute(_notebook(_NEXT.format(folder=str(self._folder))))
+            self._execute(_notebook(_NEXT.format(folder=str(self._folder), num_ranks=num_ranks)))
             return self._execute(notebook)
         finally:
             self._execute(_notebook(_CLEAN))

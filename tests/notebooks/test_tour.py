@@ -1,5 +1,6 @@
 """The tour: as stored, as ``workbench demo`` runs it on four ranks, and the page that it writes."""
 
+import os
 import re
 
 import nbformat
@@ -7,8 +8,7 @@ import pytest
 
 from tests.helpers.browser import figures, open_offline
 from tests.helpers.collective_counts import counts
-from tests.helpers.package_source import REPO
-from tests.helpers.stored_notebook import assert_kept_without_outputs
+from tests.helpers.course_notebooks import TOUR, WarmKernel, with_attempts, wrong_verdicts
 from workbench.cli.demo import communication
 from workbench.events import Kind
 from workbench.magics import command_lines
@@ -17,7 +17,6 @@ from workbench.trace import check, load, steps
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]  # the first test of a run waits for it
 
-TOUR = REPO / "notebooks" / "01_tour.ipynb"
 RANKS = 4
 VIEWS = 10  # layout, training, timeline, states, memory, comms, that of explain; again comms, memory, states
 
@@ -30,10 +29,6 @@ def cells():
 @pytest.fixture(scope="module")
 def trace(demo_run):
     return load(demo_run.folder / "tour.trace")
-
-
-def test_it_is_kept_without_outputs():
-    assert_kept_without_outputs(TOUR)
 
 
 def test_its_cells_are_short_and_each_section_teaches(cells):
@@ -121,6 +116,19 @@ def test_every_collective_matches_the_closed_form(trace):
     sent = communication(trace)
     assert sent.as_expected
     assert sent.calls == 40 * (9 + 5) - 1 + 3 * (5 + 5)
+
+
+@pytest.mark.thorough
+def test_each_attempt_at_its_exercises_gets_its_sentence(demo_run):
+    """The exercises ask about the trace that the demo has written."""
+    notebook = nbformat.read(TOUR, as_version=4)
+    (reopened,) = (place for place, cell in enumerate(notebook.cells) if cell.source == "%fsdp open tour.trace")
+    notebook.cells = [notebook.cells[1], *notebook.cells[reopened:]]
+    kernel = WarmKernel(demo_run.folder, os.environ | {"WORKBENCH_UNATTENDED": "1"})
+    try:
+        assert wrong_verdicts(kernel.run(with_attempts(notebook, TOUR))) == []
+    finally:
+        kernel.end()
 
 
 @pytest.mark.exhaustive
