@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 
-import ipyparallel
 import psutil
 import pytest
 
 from tests.cluster.conftest import RUNTIME, texts, wait_until_held
 from tests.helpers.fake_rank import GetThreadState, Release
-from tests.helpers.ipp_engines import wait_for_engines
+from tests.helpers.ipp_engines import running_profile
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.cluster import Cluster
 from workbench.cluster import cluster as cluster_module
@@ -27,35 +26,7 @@ from workbench.protocol.rank_messages import Locate
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def profile(tmp_path_factory):
-    """The directory of a profile with a running cluster of three engines."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        directory = tmp_path_factory.mktemp("ipython")
-        monkeypatch.setenv("IPYTHONDIR", str(directory))
-        (directory / "profile_running" / "startup").mkdir(parents=True)
-        command = [
-            sys.executable,
-            "-m",
-            "ipyparallel.cluster",
-            "start",
-            "-n",
-            "3",
-            "--profile=running",
-            "--cluster-id=one",
-        ]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL) as started:
-            try:
-                # ipcluster itself reports them only half a minute later
-                wait_for_engines(directory / "profile_running" / "security" / "ipcontroller-one-client.json", 3)
-                yield directory / "profile_running"
-            finally:
-                started.terminate()
-
-
-def ipyparallel_ids(file):
-    with ipyparallel.Client(str(file)) as client:
-        return client.ids
+profile = running_profile
 
 
 def attached(num_ranks=None, **more):

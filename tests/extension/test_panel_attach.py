@@ -6,9 +6,9 @@ import psutil
 import pytest
 from playwright.sync_api import expect
 
-from tests.cluster.test_attached import profile as running_profile
 from tests.helpers.browser import PATIENCE_MS
 from tests.helpers.built_panel import built_panel
+from tests.helpers.ipp_engines import running_profile
 from tests.helpers.jupyterlab import LONG_SCENES, jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, section, shot, to, tool

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.cluster.test_attached import profile as running_profile
+from tests.helpers.ipp_engines import running_profile
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
 from workbench.errors import UsageError

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.cluster.test_attached import ipyparallel_ids
 from tests.helpers.clock_checks import late_ends
+from tests.helpers.ipp_engines import ipyparallel_ids
 from tests.helpers.network_hosts import ahead_by
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until

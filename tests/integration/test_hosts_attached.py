@@ -6,6 +6,7 @@ import pytest
 from tests.helpers.ipp_engines import engines_on
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.waiting import wait_until
+from tests.helpers.warm_python import WARM
 from tests.integration import test_hosts
 from workbench.cluster import Cluster
 from workbench.cluster.host_liveness import SILENCE_S
@@ -28,7 +29,7 @@ network = test_hosts.network
 @pytest.fixture(scope="module")
 def running(network):
     """The cluster, with its controller here and two engines on each host."""
-    with engines_on([name for name in network.names for _ in range(2)], network.here) as target:
+    with engines_on([name for name in network.names for _ in range(2)], network.here, WARM.executable()) as target:
         yield target
 
 
