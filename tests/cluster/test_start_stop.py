@@ -94,7 +94,7 @@ def test_an_error_during_the_start_leaves_nothing_behind(make_cluster, private, 
 
 def test_idle_ranks_leave_their_groups_before_they_end(make_cluster, monkeypatch, tmp_path):
     monkeypatch.setattr("workbench.cluster.cluster._SHUTDOWN_S", PATIENCE_S)
-    monkeypatch.setenv("FAKE_RANK_SHUTDOWN", str(tmp_path / "left"))
+    monkeypatch.setenv("WORKBENCH_FAKE_RANK_SHUTDOWN", str(tmp_path / "left"))
     with make_cluster():
         pass
     assert sorted((tmp_path / "left").read_text().split()) == ["0", "1"]
@@ -202,7 +202,7 @@ def test_requests_before_the_start_are_refused(use):
 
 
 def test_a_refusal_of_a_rank_at_boot_is_shown_verbatim(make_cluster, monkeypatch, private):
-    monkeypatch.setenv("FAKE_RANK_REFUSES_AT_BOOT", "1")
+    monkeypatch.setenv("WORKBENCH_FAKE_RANK_REFUSES_AT_BOOT", "1")
     cluster = make_cluster()
     with pytest.raises(UsageError, match=r"^not on a Sunday: use another day$"):
         cluster.start()
@@ -356,7 +356,7 @@ def test_an_unresponsive_controller_comes_with_advice(make_cluster, monkeypatch,
 
 @pytest.mark.thorough
 def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
-    monkeypatch.setenv("FAKE_RANK_HANGS_AT_BOOT", "1")
+    monkeypatch.setenv("WORKBENCH_FAKE_RANK_HANGS_AT_BOOT", "1")
     wait, boot = PendingReplies.wait, Cluster._boot
 
     def without_patience(self, place, requested):
@@ -374,7 +374,7 @@ def test_a_rank_that_hangs_at_boot_is_named(make_cluster, monkeypatch):
 
 
 def test_a_rank_that_answers_with_something_else_is_named(make_cluster, monkeypatch):
-    monkeypatch.setenv("FAKE_RANK_SURPRISES_AT_BOOT", "1")
+    monkeypatch.setenv("WORKBENCH_FAKE_RANK_SURPRISES_AT_BOOT", "1")
     with pytest.raises(ClusterError, match=r"invalid reply to 'boot': reply of rank 1 lacks"):
         make_cluster().start()
 

@@ -24,9 +24,9 @@ TARDY = threading.Event()
 def boot(data):
     boot_request = decode(Boot, data, "boot")
     rank, world_size = boot_request.rank, boot_request.world_size
-    if os.environ.get("FAKE_RANK_REFUSES_AT_BOOT"):
+    if os.environ.get("WORKBENCH_FAKE_RANK_REFUSES_AT_BOOT"):
         raise UsageError("not on a Sunday: use another day")
-    if os.environ.get("FAKE_RANK_HANGS_AT_BOOT") == str(rank):
+    if os.environ.get("WORKBENCH_FAKE_RANK_HANGS_AT_BOOT") == str(rank):
         hold()
     address = None
     if rank == 0:
@@ -35,7 +35,7 @@ def boot(data):
         address = Address(host=host, port=port)
     get_ipython().user_ns.update(rank=rank, world_size=world_size, device="cpu")
     STORE["info"] = ConnectReply(rank=rank, host=socket.gethostname(), device="cpu", pid=os.getpid())
-    return {"surprise": 1} if os.environ.get("FAKE_RANK_SURPRISES_AT_BOOT") == str(rank) else encode(address)
+    return {"surprise": 1} if os.environ.get("WORKBENCH_FAKE_RANK_SURPRISES_AT_BOOT") == str(rank) else encode(address)
 
 
 def connect(data):
@@ -47,7 +47,7 @@ def connect(data):
 def shutdown():
     if "socket" in STORE:
         STORE.pop("socket").close()
-    marker = os.environ.get("FAKE_RANK_SHUTDOWN")
+    marker = os.environ.get("WORKBENCH_FAKE_RANK_SHUTDOWN")
     if marker:
         with open(marker, "a") as file:
             file.write(f"{STORE['info'].rank}\n")

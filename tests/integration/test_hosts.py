@@ -1,8 +1,5 @@
 """Three hosts on a network, two ranks on each, started over SSH: the same training as on one machine."""
 
-import os
-import sys
-
 import psutil
 import pytest
 
@@ -11,69 +8,18 @@ from tests.helpers.clock_checks import late_ends
 from tests.helpers.figure_checks import subtitle
 from tests.helpers.notebook_model import CELL
 from tests.helpers.ranks_on_hosts import LOSSY
+from tests.helpers.ssh_hosts import ON_HOSTS, network_of_hosts, profile_of_hosts, start, told_by
 from tests.helpers.waiting import PATIENCE_S, wait_until
-from workbench.errors import ClusterError, UsageError
+from workbench.errors import UsageError
 from workbench.events import REDUCTIONS, Kind
 from workbench.replay.clock_error import error_ns
 from workbench.replay.collectives import compare
 from workbench.trace import steps
 from workbench.workbench import Workbench
 
-pytestmark = [
-    pytest.mark.thorough,
-    pytest.mark.cluster,
-    pytest.mark.needs("hosts"),
-    pytest.mark.timeout(900),  # SSH starts the engines one by one, each after three other Python processes
-]
+pytestmark = [pytest.mark.thorough, *ON_HOSTS]
 
-CONFIG = """
-c = get_config()
-c.SSHLauncher.ssh_cmd = ["ssh", "-F", {ssh!r}]
-c.SSHLauncher.scp_cmd = ["scp", "-F", {ssh!r}]
-c.SSHLauncher.remote_python = {python!r}
-c.SSHLauncher.poll_seconds = 3600  # it waits for each engine in a process of its own, and every minute in a new one
-c.SSHEngineSetLauncher.engines = {engines!r}
-c.SSHEngineSetLauncher.environment = {environment!r}
-"""
-
-TRIES = 3
-"""ipyparallel waits 10 s for a host's first reply, which a busy machine may exceed."""
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with network_hosts.network_of(3, tmp_path_factory.mktemp("network")) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def profile(network, tmp_path_factory):
-    """The directory of a profile with the addresses of the hosts."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ipython = tmp_path_factory.mktemp("ipython")
-        monkeypatch.setenv("IPYTHONDIR", str(ipython))
-        directory = ipython / "profile_hosts"
-        (directory / "startup").mkdir(parents=True)
-        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-        config = CONFIG.format(
-            ssh=str(network.ssh_config),
-            python=sys.executable,
-            engines=dict.fromkeys(network.addresses, 2),
-            environment={"PYTHONPATH": path, "IPYTHONDIR": str(ipython), "OMP_NUM_THREADS": "1"},
-        )
-        (directory / "ipcluster_config.py").write_text(config)
-        yield directory
-
-
-def start(bench):
-    """Start ranks, again if a host was too busy to answer."""
-    for tries_left in reversed(range(TRIES)):
-        try:
-            bench.start()
-            break
-        except ClusterError as error:
-            if not tries_left or "Timeout of 10s" not in str(error):
-                raise
+network, profile = network_of_hosts, profile_of_hosts
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +28,6 @@ def bench(profile):
     start(bench)
     yield bench
     bench.stop()
-
-
-def told_by(bench, expression, rank):
-    written = []
-    bench.run_cell(f"print({expression})", [rank], on_output=written.append)
-    return "".join(output.text for output in written).strip()
 
 
 def test_ranks_of_a_host_are_neighbours_and_status_says_which(bench, network):

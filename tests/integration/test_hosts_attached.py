@@ -5,25 +5,19 @@ import pytest
 
 from tests.helpers.ipp_engines import engines_on
 from tests.helpers.notebook_model import CELL, UNHURRIED
+from tests.helpers.ssh_hosts import ON_HOSTS, network_of_hosts, told_by
 from tests.helpers.waiting import wait_until
 from tests.helpers.warm_python import WARM
-from tests.integration import test_hosts
 from workbench.cluster import Cluster
 from workbench.cluster.host_liveness import SILENCE_S
 from workbench.workbench import Workbench
 
-pytestmark = [
-    pytest.mark.exhaustive,
-    pytest.mark.cluster,
-    pytest.mark.needs("hosts"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.exhaustive, *ON_HOSTS]
 
 SOON_S = 15.0
 """Much more than the 2 s that it takes, and less than the 30 s that ipyparallel alone would take."""
 
-
-network = test_hosts.network
+network = network_of_hosts
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +82,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, runni
         wait_until(lambda: bench.pulse().under_way is None)
         assert f"without ranks {min(gone)}-{max(gone)} no step is possible" in bench.pulse().ended.text
         left = sorted({*range(6)} - gone)
-        assert [test_hosts.told_by(bench, "rank", rank) for rank in left] == list(map(str, left))
+        assert [told_by(bench, "rank", rank) for rank in left] == list(map(str, left))
     looking.detach()
 
 

@@ -14,16 +14,16 @@ import pytest
 from tests.engine.test_shared_memory import holders
 from tests.helpers import network_hosts
 from tests.helpers.notebook_model import CELL, UNHURRIED
+from tests.helpers.ssh_hosts import ON_HOSTS, network_of_hosts, profile_of_hosts, start, told_by
 from tests.helpers.waiting import PATIENCE_S, wait_until
-from tests.integration import test_hosts
 from workbench.cluster import ssh_launch
 from workbench.cluster.processes import MARKER, is_running
 from workbench.errors import ClusterError
 from workbench.workbench import Workbench
 
-pytestmark = [pytest.mark.exhaustive, *test_hosts.pytestmark]
+pytestmark = [pytest.mark.exhaustive, *ON_HOSTS]
 
-network, profile = test_hosts.network, test_hosts.profile
+network, profile = network_of_hosts, profile_of_hosts
 
 ONE_EACH = """
 c.SSHEngineSetLauncher.engines = dict.fromkeys({addresses!r}, 1)
@@ -54,7 +54,7 @@ def one_each(network, profile):
 def bench(network, one_each):
     """One rank on each host, in the middle of many steps."""
     bench = Workbench(len(network.names), device="cpu", profile="hosts", engines="ssh")
-    test_hosts.start(bench)
+    start(bench)
     bench.run_cell(CELL + UNHURRIED)
     bench.shard("model", wrap="Block")
     bench.step(100_000, background=True)
@@ -87,7 +87,7 @@ def test_a_host_without_its_cable_is_named_and_the_others_are_freed(bench, netwo
         assert f"rank {lost} died: the process on {network.names[lost]} has ended, or its host is gone" in message
         assert f"without rank {lost} no step is possible" in message
         assert set(bench.losses) == {lost}
-        assert [test_hosts.told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))
+        assert [told_by(bench, "rank", rank) for rank in sorted(others)] == list(map(str, sorted(others)))
         left = bench.stop()
         assert left.startswith(f"{network.addresses[lost]} was not reached: engines there exit after")
         wait_until(lambda: not any(engines[rank].is_running() for rank in others))
@@ -133,11 +133,11 @@ def test_a_stop_ends_all_hosts_at_once_in_one_connection_each(bench, network, mo
 
 KERNEL = """
 import sys
-from tests.integration import test_hosts
+from tests.helpers.ssh_hosts import start
 from tests.helpers.notebook_model import CELL
 from workbench.workbench import Workbench
 bench = Workbench(3, device="cpu", profile="hosts", engines="ssh")
-test_hosts.start(bench)
+start(bench)
 bench.run_cell(CELL)
 bench.shard("model", wrap="Block")
 bench.step(100_000, background=True)
