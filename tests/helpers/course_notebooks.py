@@ -31,7 +31,6 @@ TIMEOUT_S = 300
 ATTEMPTS = REPO / "tests" / "course" / "attempts"
 
 _VIEW = re.compile("%fsdp (comms|layout|memory|states|timeline)( .*)?")
-_FIRST_TRY = "first_try"
 _SAYS = "says"
 _NEXT = """
 import os
@@ -108,27 +107,29 @@ def attempts(path: Path) -> Mapping[str, Sequence[Attempt]]:
     return found
 
 
-def with_attempts(notebook: NotebookNode, path: Path) -> NotebookNode:
+def with_attempts(
+    notebook: NotebookNode, path: Path, tried: Mapping[str, Sequence[Attempt]] | None = None
+) -> NotebookNode:
     """Return a copy of ``notebook`` in which each exercise is tried as stored, with each attempt at it, and solved.
 
-    The checks of attempts are marked with what they have to say, and cells of attempts may raise. Only the solution is
-    also drawn: a view changes nothing.
+    ``tried`` has the attempts, those of :func:`attempts` if None. Checks are marked with what they have to say, and
+    cells of attempts may raise. Only the solution is also drawn: a view changes nothing.
     """
-    made = copy.deepcopy(notebook)
+    made, tried = copy.deepcopy(notebook), attempts(path) if tried is None else tried
     cells, done = [], 0
     for each in exercises(notebook):
         cells += made.cells[done : each.answer]
         stored = Attempt("CheckFailed", made.cells[each.answer].source)
         solution = Attempt("", solutions(path)[each.grade_id])
-        for attempt in [stored, *attempts(path).get(each.grade_id, ()), solution]:
-            tried = copy.deepcopy(made.cells[each.answer : each.check + 1])
+        for attempt in [stored, *tried.get(each.grade_id, ()), solution]:
+            own = copy.deepcopy(made.cells[each.answer : each.check + 1])
             if attempt is not solution:
-                tried = [cell for cell in tried if not _VIEW.fullmatch(cell.source)]
-            tried[0].source = attempt.source
-            for cell in tried:
-                cell.metadata["tags"] = ["raises-exception"]
-            tried[-1].metadata[_SAYS] = attempt.says
-            cells += tried
+                own = [cell for cell in own if not _VIEW.fullmatch(cell.source)]
+                for cell in own:
+                    cell.metadata["tags"] = ["raises-exception"]
+            own[0].source = attempt.source
+            own[-1].metadata[_SAYS] = attempt.says
+            cells += own
         done = each.check + 1
     made.cells = [*cells, *made.cells[done:]]
     for number, cell in enumerate(made.cells):
@@ -157,26 +158,6 @@ def assert_kept_without_outputs(path: Path) -> None:
     nbformat.validate(notebook)
     assert "widgets" not in notebook.metadata
     assert all(not c.outputs and c.execution_count is None for c in notebook.cells if c.cell_type == "code")
-
-
-def solved(notebook: NotebookNode, by_id: Mapping[str, str]) -> NotebookNode:
-    """Return a copy of ``notebook`` in which each exercise is tried twice: as it is stored, and solved.
-
-    The check of the first try is marked.
-    """
-    made = copy.deepcopy(notebook)
-    cells, done = [], 0
-    for each in exercises(notebook):
-        cells += made.cells[done : each.answer]
-        cells += copy.deepcopy(made.cells[each.answer : each.check + 1])
-        cells[-1].metadata[_FIRST_TRY] = True
-        made.cells[each.answer].source = by_id[each.grade_id]
-        cells += made.cells[each.answer : each.check + 1]
-        done = each.check + 1
-    made.cells = [*cells, *made.cells[done:]]
-    for number, cell in enumerate(made.cells):
-        cell.id = f"cell-{number}"
-    return made
 
 
 class WarmKernel:
@@ -218,13 +199,6 @@ class WarmKernel:
     def _execute(self, notebook: NotebookNode) -> NotebookNode:
         self._client.nb = notebook
         return self._client.execute()
-
-
-def assert_only_solutions_pass(ran: NotebookNode) -> None:
-    """Check a notebook of :func:`solved` that has run: the checks of first tries failed, and no other cell did."""
-    first_tries = [cell for cell in ran.cells if _FIRST_TRY in cell.metadata]
-    assert [failure(cell).partition(":")[0] for cell in first_tries] == ["CheckFailed"] * len(first_tries)
-    assert all(not failure(cell) for cell in ran.cells if cell.cell_type == "code" and cell not in first_tries)
 
 
 def texts(cell: NotebookNode) -> str:

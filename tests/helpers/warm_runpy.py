@@ -11,6 +11,7 @@ import contextlib
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
@@ -177,7 +178,9 @@ def _become(request, files):
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.executable = request["python"] or sys.executable
+    if request["python"]:
+        sys.executable = request["python"]
+        multiprocessing.set_executable(sys.executable)
     sys.modules["numpy"].random.seed()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))

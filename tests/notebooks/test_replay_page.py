@@ -6,9 +6,8 @@ import nbformat
 import pytest
 
 from tests.helpers.browser import figures, open_offline
-from tests.helpers.course_notebooks import FOLDER, solved
+from tests.helpers.course_notebooks import FOLDER, with_attempts
 from tests.helpers.replay_recording import RECORDING
-from workbench.cli.course_copy import solutions
 from workbench.cli.demo import execute
 from workbench.cli.notebook_page import to_page
 
@@ -22,7 +21,7 @@ def page(tmp_path_factory):
     """The page, with the exercises tried and solved."""
     folder, path = tmp_path_factory.mktemp("replay"), FOLDER / "00_replay.ipynb"
     shutil.copy(RECORDING, folder)
-    ran = execute(solved(nbformat.read(path, as_version=4), solutions(path)), folder)
+    ran = execute(with_attempts(nbformat.read(path, as_version=4), path, {}), folder)
     page = folder / "replay.html"
     page.write_text(to_page(ran, title="Replay"), encoding="utf-8")
     return page

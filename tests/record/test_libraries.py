@@ -122,6 +122,44 @@ Told(
 torch.distributed.destroy_process_group()  # threads of gloo may crash a process that ends with a group
 """
 
+ACCELERATE = """
+import torch
+from torch import nn
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+plugin = FullyShardedDataParallelPlugin(
+    fsdp_version=version,
+    auto_wrap_policy="transformer_based_wrap",
+    transformer_cls_names_to_wrap=["Block"],
+    reshard_after_forward=True if version == 2 else "FULL_SHARD",
+)
+accelerator = Accelerator(cpu=True)
+accelerator.state.distributed_type = DistributedType.FSDP  # Accelerate would choose this path only on GPUs
+accelerator.state.device, accelerator.state.fsdp_plugin = torch.device("cpu"), plugin
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if version == 2:
+    model, optimizer = accelerator.prepare(model, optimizer)
+else:
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+torch.manual_seed(accelerator.process_index)
+for _ in range(3):
+    loss = model(torch.randn(8, 16)).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    say(accelerator.process_index, loss)
+"""
+
 PIPELINE = """
 import torch, torch.distributed as dist
 from torch import nn
@@ -196,6 +234,11 @@ def test_peft_s_adapters_with_frozen_units(tmp_path):
 def test_the_trainer_of_transformers(tmp_path):
     trace = recorded(tmp_path, TRAINER)
     is_as_expected(trace, ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"])
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_accelerate_with_either_version_of_torchs_fsdp(tmp_path, version):
+    is_as_expected(recorded(tmp_path, f"version = {version}\n{ACCELERATE}"), ["", "0", "1"])
 
 
 def test_a_pipeline_s_sends_and_receives(tmp_path):
