@@ -2,13 +2,13 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.forked_ranks import ON_GPUS, POOL
+from tests.helpers.forked_ranks import ON_GPUS, POOL, shared_ranks
 from workbench.engine import cancellable_waits, probe, process_groups
 
 
@@ -43,10 +43,8 @@ def nothing_left_over() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def ranks_that_stay(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Share long-lived ranks between tests, except those that patch this process: only a forked rank sees the patch."""
-    POOL.is_open = "monkeypatch" not in request.fixturenames and request.node.get_closest_marker("fresh_ranks") is None
-    yield
-    POOL.is_open = False
+    with shared_ranks(request):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +52,10 @@ def over_gloo() -> Iterator[None]:
     """Use gloo unless a test asks for shared memory, whose staging buffers and byte counts differ."""
     with patch.dict(os.environ, WORKBENCH_COMM="gloo"):
         yield
+
+
+@pytest.fixture
+def environ(over_gloo: None) -> Iterator[MutableMapping[str, str]]:
+    """The environment, as a test may change it; long-lived ranks get it too."""
+    with patch.dict(os.environ):
+        yield os.environ

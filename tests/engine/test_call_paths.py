@@ -83,8 +83,8 @@ def paths_of_a_step() -> tuple[set[tuple[str, ...]], set[tuple[str, ...]], set[t
     return gathers, waits, reduces
 
 
-def test_how_far_it_is_from_a_hook_to_c10d(monkeypatch):
-    monkeypatch.setenv("WORKBENCH_COMM", "default")
+def test_how_far_it_is_from_a_hook_to_c10d(environ):
+    environ["WORKBENCH_COMM"] = "default"
     for gathers, waits, reduces in run_ranks(2, paths_of_a_step):
         assert tuple(ALL_GATHER) in gathers
         assert tuple(WAIT) in waits

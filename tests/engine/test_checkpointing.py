@@ -155,8 +155,8 @@ def beside_torchs(kind: str, reentrant: bool) -> Recording:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_recomputation_gathers_as_often_as_in_torch(reentrant, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_COMM", "default")  # the c10d calls that torch's engine makes
+def test_recomputation_gathers_as_often_as_in_torch(reentrant, environ):
+    environ["WORKBENCH_COMM"] = "default"  # the c10d calls that torch's engine makes
     cases = {kind: functools.partial(beside_torchs, kind, reentrant) for kind in KINDS}
     for found in run_cases(2, cases):
         for kind, record in found.items():

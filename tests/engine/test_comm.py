@@ -106,15 +106,15 @@ def pair_for(device: torch.device) -> tuple[tuple[type, type], str]:
     return (type(pair.gather), type(pair.reduce)), pair.name
 
 
-def test_the_chosen_pair_of_collectives(monkeypatch):
+def test_the_chosen_pair_of_collectives(environ):
     fast, default = (PAIRS["fast"], "gloo"), (PAIRS["default"], "c10d")
-    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+    environ.pop("WORKBENCH_COMM", None)
     assert pair_for(CPU) == fast
     assert pair_for(torch.device("cuda")) == default
     for choice, expected_pair in {"": fast, "gloo": fast, "default": default}.items():
-        monkeypatch.setenv("WORKBENCH_COMM", choice)
+        environ["WORKBENCH_COMM"] = choice
         assert pair_for(CPU) == expected_pair
-    monkeypatch.setenv("WORKBENCH_COMM", "Default")
+    environ["WORKBENCH_COMM"] = "Default"
     with pytest.raises(ValueError, match=r"unknown WORKBENCH_COMM='Default'; use 'gloo' .* 'default' .* or unset"):
         pair_for(CPU)
 
@@ -125,9 +125,9 @@ def losses_and_peak() -> tuple[list[float], int]:
     return losses, record.peak[Category.REDUCE_SCATTER_BUFFERS]
 
 
-def test_training_is_the_same_with_both_pairs(monkeypatch):
+def test_training_is_the_same_with_both_pairs(environ):
     fast = run_ranks(2, losses_and_peak)
-    monkeypatch.setenv("WORKBENCH_COMM", "default")
+    environ["WORKBENCH_COMM"] = "default"
     default = run_ranks(2, losses_and_peak)
     for (losses, peak), (default_losses, default_peak) in zip(fast, default, strict=True):
         assert losses == pytest.approx(default_losses, rel=1e-6)

@@ -6,7 +6,7 @@ The oracle of each step is an unsharded copy that takes the same steps.
 import copy
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,8 @@ Handles = dict[str, dict[str, torch.Tensor]]
 
 
 @pytest.fixture
-def over(monkeypatch: pytest.MonkeyPatch, comm: str) -> str:
-    monkeypatch.setenv("WORKBENCH_COMM", comm)
+def over(environ: MutableMapping[str, str], comm: str) -> str:
+    environ["WORKBENCH_COMM"] = comm
     return "gloo" if comm or dist.is_initialized() else "shared memory"
 
 

@@ -20,7 +20,7 @@ from tests.engine.test_cancellable_waits import FakeWork
 from tests.engine.test_shared_comm import begin, drop_some
 from tests.helpers import ranks_on_hosts
 from tests.helpers.expected_sizes import BLOCK_SHAPES, BLOCKS, FP32, NET, ROOT_SHAPES, slots
-from tests.helpers.forked_ranks import RankFailure, run_on
+from tests.helpers.forked_ranks import RankFailure, in_turn, run_on
 from tests.helpers.pairwise import quick, quick_rows
 from tests.helpers.parity import assert_same_shards, average_grads, check_parity, shard_net
 from tests.helpers.recording_probe import Recording, recording
@@ -60,6 +60,33 @@ def chosen_by_itself(monkeypatch: pytest.MonkeyPatch, over_gloo: None) -> None:
 
 def seats(network: ranks_on_hosts.Network, *num_ranks: int) -> list[ranks_on_hosts.Seat]:
     return network.seats(*num_ranks, *[0] * (3 - len(num_ranks)))
+
+
+AT_ONCE, DTYPES, RESHARD = (1, 2), (torch.float32, torch.bfloat16), (None, False)
+
+
+def cases(counts: tuple[int, ...]) -> dict[Any, Callable[[], Any]]:
+    """Return what to run on so many ranks per host; first what measures memory, of which other cases keep some."""
+    gathers = {(dtype, num): functools.partial(collect, NUMELS, dtype, num) for dtype in DTYPES for num in AT_ONCE}
+    trains = {reshard: functools.partial(trained, reshard_after_forward=reshard) for reshard in RESHARD}
+    of = {
+        (2, 2): {"recorded": recorded_step, **gathers, "dropped": dropped, **trains, "bf16": trained_in_bf16},
+        (2, 2, 2): gathers | trains,
+        (3, 3): gathers,
+        (1, 1): {"bf16": trained_in_bf16},
+    }
+    return of.get(counts, trains)
+
+
+@pytest.fixture(scope="module")
+def results(network: ranks_on_hosts.Network) -> Callable[[tuple[int, ...], Any], list[Any]]:
+    """A function that returns the results of a case on so many ranks per host, which run all their cases once."""
+
+    @functools.cache
+    def run_all(counts: tuple[int, ...]) -> list[dict[Any, Any]]:
+        return run_on(seats(network, *counts), in_turn, cases(counts))
+
+    return lambda counts, case: [rank[case] for rank in run_all(counts)]
 
 
 # ---- the arrangement of ranks
@@ -133,19 +160,21 @@ def sum_over_hosts(num_hosts: int, num_local: int, numel: int, dtype: torch.dtyp
     return functools.reduce(torch.add, of_hosts).view(size, numel)
 
 
+NUMELS = [1000, 7, 0, 1, 4097, 64, 64, 64]
+
+
 @on_hosts
-@pytest.mark.parametrize("at_once", [1, 2])
-@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.float32]))
+@pytest.mark.parametrize("at_once", AT_ONCE)
+@pytest.mark.parametrize("dtype", quick(DTYPES, DTYPES[:1]))
 @pytest.mark.parametrize("counts", quick([(2, 2), (2, 2, 2), (3, 3)], [(2, 2)]))
-def test_they_gather_all_and_sum_within_hosts_first(network, counts, dtype, at_once):
-    numels = [1000, 7, 0, 1, 4097, 64, 64, 64]
+def test_they_gather_all_and_sum_within_hosts_first(results, counts, dtype, at_once):
     size = sum(counts)
-    ranks = run_on(seats(network, *counts), collect, numels, dtype, at_once)
-    for number, numel in enumerate(numels):
+    ranks = results(counts, (dtype, at_once))
+    for number, numel in enumerate(NUMELS):
         shards = torch.cat([numbers(rank, numel, dtype) for rank in range(size)])
         sums = sum_over_hosts(len(counts), counts[0], numel, dtype)
-        for rank, results in enumerate(ranks):
-            gathered, total = results[number]
+        for rank, found in enumerate(ranks):
+            gathered, total = found[number]
             assert torch.equal(gathered, shards)
             assert torch.equal(total, sums[rank])  # bit for bit
 
@@ -155,8 +184,8 @@ def dropped() -> list[float]:
 
 
 @on_hosts
-def test_reductions_without_a_wait_do_no_harm(network):
-    assert run_on(seats(network, 2, 2), dropped) == [[0.0, 12.0, 24.0]] * 4
+def test_reductions_without_a_wait_do_no_harm(results):
+    assert results((2, 2), "dropped") == [[0.0, 12.0, 24.0]] * 4
 
 
 # ---- the order of the second steps
@@ -266,9 +295,9 @@ def trained(**options: object) -> tuple[set[str], list[float]]:
 @pytest.mark.parametrize(
     ("counts", "name"), [((2, 2), PER_HOST), ((2, 2, 2), PER_HOST), ((3, 1), "gloo"), ((1, 1, 1), "gloo")]
 )
-@pytest.mark.parametrize("reshard", quick([None, False], [None]))
-def test_training_equals_an_unsharded_copys(network, counts, name, reshard):
-    for names, _ in run_on(seats(network, *counts), functools.partial(trained, reshard_after_forward=reshard)):
+@pytest.mark.parametrize("reshard", quick(RESHARD, RESHARD[:1]))
+def test_training_equals_an_unsharded_copys(results, counts, name, reshard):
+    for names, _ in results(counts, reshard):
         assert names == {name}
 
 
@@ -289,8 +318,8 @@ def trained_in_bf16() -> list[torch.Tensor]:
 
 @pytest.mark.thorough
 @on_hosts
-def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
-    ours = run_on(seats(network, 2, 2), trained_in_bf16)
+def test_models_that_take_turns_train_as_over_gloo(network, results, monkeypatch):
+    ours = results((2, 2), "bf16")
     monkeypatch.setenv("WORKBENCH_COMM", "gloo")
     for rank, over_gloo in zip(ours, run_on(seats(network, 2, 2), trained_in_bf16), strict=True):
         torch.testing.assert_close(rank, over_gloo)
@@ -299,8 +328,8 @@ def test_models_that_take_turns_train_as_over_gloo(network, monkeypatch):
 @pytest.mark.thorough
 @on_hosts
 @pytest.mark.parametrize("counts", [(2, 2), (1, 1)])
-def test_links_that_are_slow_and_lose_frames_change_no_number(network, counts):
-    expected, lost = run_on(seats(network, *counts), trained_in_bf16), network.cables.num_lost()
+def test_links_that_are_slow_and_lose_frames_change_no_number(network, results, counts):
+    expected, lost = results(counts, "bf16"), network.cables.num_lost()
     with network.cables.over(ranks_on_hosts.LOSSY):
         ranks = run_on(seats(network, *counts), trained_in_bf16)
     assert network.cables.num_lost() > lost
@@ -320,8 +349,8 @@ def recorded_step() -> tuple[list[str], Recording]:
 
 
 @on_hosts
-def test_events_are_those_of_gloo_but_that_shards_are_copied_to_where_they_are_gathered(network, monkeypatch):
-    ours = run_on(seats(network, 2, 2), recorded_step)
+def test_events_are_those_of_gloo_but_that_shards_are_copied_to_where_they_are_gathered(network, results, monkeypatch):
+    ours = results((2, 2), "recorded")
     monkeypatch.setenv("WORKBENCH_COMM", "gloo")
     theirs = run_on(seats(network, 2, 2), recorded_step)
     for (events, record), (others, _) in zip(ours, theirs, strict=True):
@@ -337,12 +366,12 @@ def test_events_are_those_of_gloo_but_that_shards_are_copied_to_where_they_are_g
 
 
 @on_hosts
-def test_bytes_by_formula(network):
+def test_bytes_by_formula(results):
     num_hosts, num_local, size = 2, 2, 4
     root, block = slots(size, ROOT_SHAPES), slots(size, BLOCK_SHAPES)
     largest = max(root, block)
     aligned = -(-largest * (size - 1) * FP32 // mmap.PAGESIZE) * mmap.PAGESIZE
-    for _, record in run_on(seats(network, num_local, num_local), recorded_step):
+    for _, record in results((num_local, num_local), "recorded"):
         gathered = 2 * size * largest // num_local * FP32  # two stages, shared by the ranks of a host
         reduced = 2 * aligned  # two stages, unused between two units
         in_use = largest * (size - 1 + num_hosts - 1) * FP32  # its input, and the data from the other host

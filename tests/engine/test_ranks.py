@@ -6,6 +6,7 @@ import signal
 import threading
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torchs
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from tests.helpers.booted_ranks import execute, namespace, prepare, run
 from tests.helpers.forked_ranks import POOL, RankFailure, on_one_rank, outcomes, run_ranks
 from tests.helpers.small_models import make_net
 from workbench.engine import cancellable_waits, fully_shard, process_groups
+from workbench.events import UNIT_INDICES
+from workbench.protocol.commands import Shard, Step
+from workbench.runtime import rank as rank_module
 
 here = "as it was"
 
@@ -171,7 +177,7 @@ def learn(shape: tuple[int, ...]) -> list[object]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     total = (distribute_tensor(torch.ones(4, 2), mesh) * 2).sum()
     assert isinstance(total, DTensor)
-    assert total.device_mesh is mesh
+    assert total.device_mesh == mesh  # another object, if an earlier function made it
     return [total.full_tensor().item(), dist.get_process_group_ranks(mesh.get_group(0))]
 
 
@@ -183,6 +189,37 @@ def test_dtensor_caches_refer_to_no_earlier_process_group():
     assert run_ranks(4, learn, (2, 2)) == fresh
     assert [total for total, _ in run_ranks(4, learn, (4,))] == [16.0] * 4
     assert pids(4) == stays
+
+
+def derived(shape: tuple[int, ...]) -> int:
+    """Return for how many operations DTensor derives the sharding."""
+    derive = ShardingPropagator.propagate_op_sharding_non_cached
+    with patch.object(ShardingPropagator, derive.__name__, autospec=True, side_effect=derive) as counted:
+        learn(shape)
+    return counted.call_count
+
+
+def test_dtensor_derives_an_operation_on_the_default_group_once():
+    for _ in range(2):
+        assert all(run_ranks(4, derived, (2, 2)))  # its groups may have other names the next time
+        assert all(run_ranks(4, derived, (4,)))
+        assert run_ranks(4, derived, (4,)) == [0] * 4
+
+
+def begin_and_change() -> list[object]:
+    """Return what a booted rank begins with, and change it."""
+    begin = ["model" in namespace(), UNIT_INDICES.next, rank_module.this_rank().recorder.next_step, namespace()["rank"]]
+    prepare(dim=8, num_blocks=1)
+    execute(Shard(model="model", wrap=("Block",)))
+    execute(Step(count=1))
+    return begin
+
+
+def test_kept_ranks_are_booted_anew():
+    stays = pids()
+    for _ in range(2):
+        assert run(2, begin_and_change) == [[False, 0, 0, rank] for rank in range(2)]
+    assert pids() == stays
 
 
 def test_each_function_has_its_own_store():

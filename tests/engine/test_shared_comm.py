@@ -221,8 +221,8 @@ def mapped_with_casts(num_blocks: int) -> int:
     return len(mapped())
 
 
-def test_units_that_are_cast_share_their_memory(monkeypatch):
-    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+def test_units_that_are_cast_share_their_memory(environ):
+    environ.pop("WORKBENCH_COMM", None)
     assert run_ranks(2, mapped_with_casts, 5) == run_ranks(2, mapped_with_casts, 2)
 
 

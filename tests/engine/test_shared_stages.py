@@ -207,8 +207,8 @@ def bytes_of_a_step(num_blocks: int) -> tuple[int, int, int, int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_stages_are_for_the_largest_unit_and_have_no_memory_between_steps(world_size, monkeypatch):
-    monkeypatch.delenv("WORKBENCH_COMM", raising=False)
+def test_stages_are_for_the_largest_unit_and_have_no_memory_between_steps(world_size, environ):
+    environ.pop("WORKBENCH_COMM", None)
     for num_bytes, used, reported, in_memory, largest in run_ranks(world_size, bytes_of_a_step, 3):
         needed = (world_size - 1) * largest * 4
         assert num_bytes == 2 * -(-needed // PAGE) * PAGE

@@ -1,14 +1,10 @@
 """Run a function on N forked ranks, booted as the cluster boots them, with a small model to train."""
 
-import gc
-import multiprocessing
 import sys
-import time
-import traceback
-from multiprocessing.connection import wait
 
 import torch
 
+from tests.helpers.forked_ranks import Group, run_ranks
 from tests.helpers.small_models import Block, adamw, batch, loss_of, make_net
 from workbench.base.codec import decode, encode
 from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
@@ -19,8 +15,6 @@ from workbench.protocol.starting import Address, Boot, Connect, HostInfo
 from workbench.runtime import rank as rank_module
 from workbench.runtime import shard_planning
 from workbench.trace.row_compression import from_wire
-
-_FORK = multiprocessing.get_context("fork")
 
 
 def namespace():
@@ -91,60 +85,25 @@ def boot_of(rank, world_size, device="cpu"):
     )
 
 
-def _main(rank, world_size, port, requests, job):
-    fn, args = job
-    gc.freeze()  # a rank collects garbage after each model: not among what the test process has imported
-    try:
-        address = rank_module.boot(encode(boot_of(rank, world_size)))
+class BootedGroup(Group):
+    """Ranks as the cluster boots them."""
+
+    @staticmethod
+    def join(rank, ports, _, device):
+        first = rank_module.boot(encode(boot_of(rank, len(ports), device)))
         torch.set_num_threads(1)  # OpenMP's threads do not survive the fork: a parallel loop would wait for them
         if rank == 0:
-            port.send(address)
-        rank_module.connect(encode(Connect(address=Address(**requests.recv()))))
-        result = ("ok", fn(*args))
-    except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
-        result = (f"{type(error).__name__}: {error}", traceback.format_exc())
-    port.send(result)
-    if result[0] == "ok":
-        requests.recv()  # until all ranks have answered: others may still be creating a group with this rank
-    rank_module.shutdown()
+            ports[0].send(first)
+        rank_module.connect(encode(Connect(address=Address(**(ports[rank].recv() if rank else first)))))
+
+    @staticmethod
+    def leave():
+        rank_module.shutdown()
 
 
-def run(world_size, fn, *args, timeout_s=120):
-    """Return ``fn(*args)`` of every rank, in order; if a rank raised, fail with its traceback."""
-    answers = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
-    requests = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
-    processes = [
-        _FORK.Process(target=_main, args=(r, world_size, answers[r][1], requests[r][0], (fn, args)))
-        for r in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + timeout_s
-    try:
-        address = answers[0][0].recv()
-        for _, request in requests:
-            request.send(address)
-        return [_result(answers[r][0], processes[r], r, deadline) for r in range(world_size)]
-    finally:
-        for _, request in requests:
-            request.send("end")
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        for reader, writer in (*answers, *requests):
-            reader.close()
-            writer.close()
-
-
-def _result(answer, process, rank, deadline):
-    wait([answer, process.sentinel], max(0.0, deadline - time.monotonic()))
-    assert answer.poll(), f"rank {rank} gave no answer; exit code {process.exitcode}"
-    what, value = answer.recv()
-    assert what == "ok", f"rank {rank}: {what}\n{value}"
-    return value
+def run(world_size, fn, *args, **options):
+    """Return ``fn(*args)`` of every rank, in order, as :func:`run_ranks` does; if a rank raised, fail."""
+    return run_ranks(world_size, fn, *args, group=BootedGroup, **options)
 
 
 def assert_refused(messages, parts):

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch._dynamo  # the first DTensor imports it: 0.6 s once here, not in every rank
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from workbench.engine.backends import tell_host
 TIMEOUT_S = 120.0
 _FORK = multiprocessing.get_context("fork")
 _CONTEXTS = {"cpu": _FORK, "cuda": gpu_ranks.CONTEXT}
-Job = tuple[Callable[..., Any], tuple[Any, ...]]
+Job = tuple[Callable[..., Any], tuple[Any, ...], "type[Group]"]
 
 
 class RankFailure(AssertionError):
@@ -56,7 +57,7 @@ def _rank_main(
         sit_down(seats[rank])
     address = seats[0].address if seats else LOOPBACK
     if job is not None:
-        _run(job, rank, ports, address)
+        _run(job, rank, ports, address, device)
         return
     begin = RankState()
     with suppress(EOFError):
@@ -64,27 +65,41 @@ def _rank_main(
             ports[rank].send(begin.put_back())
 
 
-def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str = "cpu") -> bool:
-    """Call the function in a new process group; return whether it succeeded."""
+def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str) -> bool:
+    """Call the function in a new group; return whether it succeeded."""
     # gloo would otherwise look up this host's address on the network and listen there
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
-    fn, args = job
+    fn, args, group = job
     try:
-        if device == "cuda":
-            gpu_ranks.take(rank, len(ports))
-        store = _store(rank, ports[rank], address)
-        dist.init_process_group(gpu_ranks.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
-        dist.barrier()  # a rank that fails at once would leave the others connecting to it
+        group.join(rank, ports, address, device)
         result = ("ok", fn(*args))
     except BaseException as error:  # noqa: BLE001 - every error is sent to the parent
         result = (f"{type(error).__name__}: {error}", traceback.format_exc())
     ports[rank].send_bytes(pickle.dumps(result))  # plain pickle: tensors by value, not by a file of this process
     if result[0] == "ok":
         ports[rank].recv()  # until all ranks have answered: others may still be creating a group with this rank
-    process_groups.forget_all()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    group.leave()
     return result[0] == "ok"
+
+
+class Group:
+    """How ranks become a group before a job, and cease to be one after it; here: torch's process group alone."""
+
+    @staticmethod
+    def join(rank: int, ports: Sequence[Connection], address: str, device: str) -> None:
+        """Join the group; rank 0 sends the parent, and with it the others, what they need for that."""
+        if device == "cuda":
+            gpu_ranks.take(rank, len(ports))
+        store = _store(rank, ports[rank], address)
+        dist.init_process_group(gpu_ranks.BACKENDS[device], store=store, rank=rank, world_size=len(ports))
+        dist.barrier()  # a rank that fails at once would leave the others connecting to it
+
+    @staticmethod
+    def leave() -> None:
+        """Leave the group, if the rank joined it."""
+        process_groups.forget_all()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def sit_down(seat: Seat) -> None:
@@ -191,14 +206,14 @@ class Pool:
         """The processes of all ranks."""
         return frozenset().union(*(world.processes for world in self._worlds.values()))
 
-    def outcomes(self, world_size: int, message: bytes) -> list[tuple[str, Any]]:
+    def outcomes(self, world_size: int, message: bytes, timeout_s: float = TIMEOUT_S) -> list[tuple[str, Any]]:
         """Run a job on the world of a size; discard the world unless the job left it unchanged."""
         if world_size not in self._worlds:
             self._worlds[world_size] = World(world_size, device=self._device)
         world, is_kept = self._worlds[world_size], False
         try:
             world.send(message)
-            results = world.outcomes(TIMEOUT_S)
+            results = world.outcomes(timeout_s)
             if all(what == "ok" for what, _ in results):
                 left = world.left()
                 is_kept = not any(unfit for _, unfit in left)
@@ -226,33 +241,53 @@ for each in (POOL, ON_GPUS):
 
 def run_on_gpus(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Like :func:`run_ranks`, on GPUs, which ranks share if there are fewer; the ranks are kept for the module."""
-    message = packed((fn, args))
+    message = packed((fn, args, Group))
     assert message is not None
     return _all_ok(ON_GPUS.outcomes(world_size, message))
 
 
 def outcomes(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S, seats: Sequence[Seat] = ()
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    seats: Sequence[Seat] = (),
+    group: type[Group] = Group,
 ) -> list[tuple[str, Any]]:
     """Return per rank ("ok", result) or ("Name: message", traceback), from ranks forked for this job.
 
     ``seats``: the simulated host of each rank, if not this one.
     """
-    world = World(world_size, (fn, args), seats)
+    world = World(world_size, (fn, args, group), seats)
     try:
         return world.outcomes(timeout_s)
     finally:
         world.end()
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    fresh: bool = False,
+    timeout_s: float = TIMEOUT_S,
+    group: type[Group] = Group,
+) -> list[Any]:
     """Call ``fn(*args)`` on every rank and return its results in rank order; raise if any rank did.
 
     The ranks are those of :data:`POOL`; with ``fresh``, new ones are forked, for a job that leaves something behind.
     """
-    if POOL.is_open and not fresh and world_size in POOL.SIZES and (message := packed((fn, args))) is not None:
-        return _all_ok(POOL.outcomes(world_size, message))
-    return _all_ok(outcomes(world_size, fn, *args))
+    if POOL.is_open and not fresh and world_size in POOL.SIZES and (message := packed((fn, args, group))) is not None:
+        return _all_ok(POOL.outcomes(world_size, message, timeout_s))
+    return _all_ok(outcomes(world_size, fn, *args, timeout_s=timeout_s, group=group))
+
+
+@contextmanager
+def shared_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Share long-lived ranks between tests, except those that patch this process: only a forked rank sees the patch."""
+    POOL.is_open = "monkeypatch" not in request.fixturenames and request.node.get_closest_marker("fresh_ranks") is None
+    yield
+    POOL.is_open = False
 
 
 def run_on(seats: Sequence[Seat], fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -16,21 +16,34 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.helpers import leaks
 from workbench.engine import backends, cancellable_waits, fsdp_state
+from workbench.events import UNIT_INDICES
 from workbench.runtime.sockets import open_sockets
 
-_PACKAGES = ("workbench", "tests", "torch.distributed", "torch.nn", "torch.optim", "torch.autograd", "torch.utils")
+_PACKAGES = (
+    "__main__",
+    "workbench",
+    "tests",
+    "torch.distributed",
+    "torch.nn",
+    "torch.optim",
+    "torch.autograd",
+    "torch.utils",
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 SETTLE_S = 1.0
+DEFAULT_GROUP = "0"
+"""torch's name of the default group."""
 _MISSING = object()
 
 
@@ -70,8 +83,8 @@ def _function(code: bytes, module: str, name: str, defaults: Any, kwdefaults: An
     return function
 
 
-def packed(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes | None:
-    """Return a function, its arguments, and the environment that a fork would inherit.
+def packed(job: tuple[Any, ...]) -> bytes | None:
+    """Return a job (a function, its arguments and its group) and the environment that a fork would inherit.
 
     Returns None if only a fork can pass them: locks and events, memory that ranks share, classes defined in a function.
     """
@@ -84,8 +97,8 @@ def packed(job: tuple[Callable[..., Any], tuple[Any, ...]]) -> bytes | None:
     return file.getvalue()
 
 
-def unpacked(message: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Set the environment, and return the function and its arguments."""
+def unpacked(message: bytes) -> Any:
+    """Set the environment, and return the job."""
     job, (environment, directory, filters) = pickle.loads(message)
     os.environ.clear()
     os.environ |= environment
@@ -120,6 +133,7 @@ class RankState:
 
     def __init__(self) -> None:
         self._namespaces = dict(_namespaces())
+        self._next_unit = UNIT_INDICES.next
         self._rng = torch.get_rng_state()
         self._caches = list(_caches(self._namespaces))
         self._hooks = [(hooks, hooks.copy()) for hooks in _global_hooks()]
@@ -137,6 +151,7 @@ class RankState:
             process unfit for another test.
         """
         cancellable_waits.cancellation.reset()
+        UNIT_INDICES.next = self._next_unit
         backends._chosen.clear()
         backends.backend_of.cache_clear()
         self._put_back_variables()
@@ -145,6 +160,12 @@ class RankState:
             signal.signal(number, handler)
         sys.path[:] = self._path
         gc.collect()
+        if not _refer_to_the_world_alone():
+            _clear_sharding_prop_cache()
+            clear_redistribute_planner_cache()
+            for cache in self._caches:
+                cache.cache_clear()
+            gc.collect()
         gc.freeze()  # later collections skip what stays, as in a newly forked rank
         return self._left()
 
@@ -159,10 +180,6 @@ class RankState:
                     _set(owner, name, old)
 
     def _put_back_torch(self) -> None:
-        _clear_sharding_prop_cache()
-        clear_redistribute_planner_cache()
-        for cache in self._caches:
-            cache.cache_clear()
         torch.set_rng_state(self._rng)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
@@ -206,6 +223,19 @@ def _caches(namespaces: dict[Any, dict[str, Any]]) -> Iterator[Any]:
         if (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch.distributed"):
             values = (value.__func__ if type(value) is staticmethod else value for value in variables.values())
             yield from (value for value in values if type(value) is functools._lru_cache_wrapper)
+
+
+def _refer_to_the_world_alone() -> bool:
+    """Return whether the meshes left in DTensor's caches consist of the default group; forget the groups they refer to.
+
+    How DTensor shards an operation is most of the time of a short test. Meshes look up groups by name, and the default
+    group has the same one in the next process group: what is cached for it stays true.
+    """
+    meshes = [each for each in gc.get_objects() if isinstance(each, DeviceMesh)]
+    names = {name for mesh in meshes for name in vars(mesh).get("_dim_group_names", ())}
+    for mesh in meshes:
+        vars(mesh).get("_pg_registry", {}).clear()
+    return names <= {DEFAULT_GROUP}
 
 
 def _global_hooks() -> Iterator[dict[Any, Any]]:

@@ -43,7 +43,7 @@ ENGINES = {
 """Options of ``shard`` by engine: the last three are torch's two forms of its classic wrapper, and its DDP."""
 
 OPTIONS = {}
-"""More options of ``shard``; ranks are forked, and so have what the test set."""
+"""More options of ``shard``, here and on the ranks; see :func:`on_ranks`."""
 
 
 def each_engine(*left_out):
@@ -53,12 +53,21 @@ def each_engine(*left_out):
 
 
 @pytest.fixture(params=each_engine())
-def engine(request, monkeypatch):
+def engine(request):
     """Each engine, which then runs the models of :func:`prepare`."""
-    for name, value in ENGINES[request.param].items():
-        monkeypatch.setitem(OPTIONS, name, value)
-    monkeypatch.setitem(OPTIONS, "is_replicated", request.param == "replicas")
-    return request.param
+    OPTIONS.update(ENGINES[request.param], is_replicated=request.param == "replicas")
+    yield request.param
+    OPTIONS.clear()
+
+
+def with_options(options, function, *args):
+    OPTIONS.clear()
+    OPTIONS.update(options)
+    return function(*args)
+
+
+def on_ranks(world_size, function, *args):
+    return run(world_size, with_options, OPTIONS, function, *args)
 
 
 def prepare(kind="sgd", *, rows=4, **options):
@@ -126,7 +135,7 @@ def verified(step=train, *, steps=1):
 
 def report_of(world_size, function, *args):
     """Run ``function`` on ranks; return the report of their replies."""
-    return SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in run(world_size, function, *args)])
+    return SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in on_ranks(world_size, function, *args)])
 
 
 def facts(report):
@@ -301,13 +310,13 @@ def never_reduces(is_on):
 @pytest.mark.parametrize("engine", each_engine("replicas", "flat", "pieces"), indirect=True)
 @pytest.mark.usefixtures("engine")
 def test_a_unit_that_is_never_reduced():
-    replies = run(2, never_reduces, False)
+    replies = on_ranks(2, never_reduces, False)
     report = SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply, _ in replies])
     assert [fault.rule for fault in report.faults] == ["no-sync-left-on"]
     assert report.headline.endswith("gradients of unit 0 were never reduced")
     assert any(text.startswith("4 parameters without a gradient at the optimizer's step: 0.") for text in facts(report))
     assert all(after["ok"] for _, after in replies), "no gradient of the step that was verified is left"
-    assert all(reply["ok"] for reply, _ in run(2, never_reduces, True))
+    assert all(reply["ok"] for reply, _ in on_ranks(2, never_reduces, True))
 
 
 def keeps_sums_of_replicas(is_on):
@@ -435,7 +444,9 @@ def refuses(change):
 @pytest.mark.parametrize("engine", each_engine("flat", "pieces"), indirect=True)
 @pytest.mark.usefixtures("engine")
 def test_moments_without_a_number_of_steps_are_refused():
-    assert all("for 0.up.weight, so it cannot step: load its whole state" in each for each in run(2, refuses, "lost"))
+    assert all(
+        "for 0.up.weight, so it cannot step: load its whole state" in each for each in on_ranks(2, refuses, "lost")
+    )
 
 
 @pytest.mark.parametrize("engine", each_engine("workbench", "torch", "replicas"), indirect=True)

@@ -55,7 +55,7 @@ def joined_with_tp(path: str, param: DTensor, mesh: FSDPMeshInfo) -> DeviceMesh:
         ValueError: the two overlap, or are not from one mesh with named axes.
     """
     try:
-        return joined_mesh(mesh.mesh, param.device_mesh)
+        return mesh.joined_with(param.device_mesh)
     except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"parameter {path!r} is a DTensor on mesh {param.device_mesh}, which cannot be combined with the mesh "

@@ -147,6 +147,20 @@ class DataParallelMeshInfo:
     def _spmd_axes(self, names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(axis for axis, name in enumerate(names_of(self.spmd_mesh)) if name in names)
 
+    @cached_property
+    def _joined(self) -> dict[DeviceMesh, DeviceMesh]:
+        return {}
+
+    def joined_with(self, tp: DeviceMesh) -> DeviceMesh:
+        """Return the mesh of these axes and those of ``tp``: one object for all parameters, as making one is slow.
+
+        Raises:
+            RuntimeError, TypeError: as :func:`joined_mesh`.
+        """
+        if tp not in self._joined:
+            self._joined[tp] = joined_mesh(self.mesh, tp)
+        return self._joined[tp]
+
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
         """Return the DTensor placements on the mesh for a parameter split by ``shard``."""
         axes: list[Placement] = [Replicate()] * self.mesh.ndim

@@ -135,8 +135,8 @@ def cells_of(strategy: str, precision: str, forms: list[dict[str, Any]]) -> int:
 @pairs_and_triples
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_cell_trains_as_torchs_wrapper_does(world_size, strategy, part, monkeypatch):
-    monkeypatch.setenv("WORKBENCH_COMM", "default")
+def test_every_cell_trains_as_torchs_wrapper_does(world_size, strategy, part, environ):
+    environ["WORKBENCH_COMM"] = "default"
     rows = rows_of(part, WORLD_SIZES, STRATEGIES, list(PRECISIONS), OFFLOADS, ORIG_PARAMS)
     cells = [
         (precision, {"cpu_offload": OURS.CPUOffload(offload_params=offload), "use_orig_params": use_orig_params})
