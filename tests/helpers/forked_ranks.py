@@ -67,8 +67,6 @@ def _rank_main(
 
 def _run(job: Job, rank: int, ports: Sequence[Connection], address: str, device: str) -> bool:
     """Call the function in a new group; return whether it succeeded."""
-    # gloo would otherwise look up this host's address on the network and listen there
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     fn, args, group = job
     try:
         group.join(rank, ports, address, device)
@@ -88,6 +86,8 @@ class Group:
     @staticmethod
     def join(rank: int, ports: Sequence[Connection], address: str, device: str) -> None:
         """Join the group; rank 0 sends the parent, and with it the others, what they need for that."""
+        # gloo would otherwise look up this host's address on the network and listen there
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
         if device == "cuda":
             gpu_ranks.take(rank, len(ports))
         store = _store(rank, ports[rank], address)

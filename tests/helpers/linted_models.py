@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from tests.helpers import huggingface_models as hf
+from tests.helpers import small_models
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.helpers.small_models import Block, Net, batch, loss_of, make_net
 from workbench import engine as ours
@@ -73,7 +74,12 @@ def blockwise(model, fully_shard, blocks=None, **options):
 
 
 def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=False)
+    """Return an optimizer with a group of parameters per mesh: one operation takes DTensors of one mesh alone."""
+    groups = {}
+    for param in model.parameters():
+        if param.requires_grad:
+            groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
+    return small_models.adamw([{"params": params} for params in groups.values()], lr=1e-3)
 
 
 def prepared(ns, model, loss=loss_of, tokens=None):
