@@ -264,6 +264,7 @@ def test_what_is_no_script_is_refused_in_a_sentence(tmp_path):
     assert is_initialized
 
 
+@pytest.mark.fresh_ranks
 def test_threads_that_a_process_would_wait_for_are_waited_for(tmp_path):
     source = """
 import threading
