@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -42,8 +41,6 @@ _PACKAGES = (
 )
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 SETTLE_S = 1.0
-DEFAULT_GROUP = "0"
-"""torch's name of the default group."""
 _MISSING = object()
 
 
@@ -160,12 +157,6 @@ class RankState:
             signal.signal(number, handler)
         sys.path[:] = self._path
         gc.collect()
-        if not _refer_to_the_world_alone():
-            _clear_sharding_prop_cache()
-            clear_redistribute_planner_cache()
-            for cache in self._caches:
-                cache.cache_clear()
-            gc.collect()
         gc.freeze()  # later collections skip what stays, as in a newly forked rank
         return self._left()
 
@@ -180,6 +171,10 @@ class RankState:
                     _set(owner, name, old)
 
     def _put_back_torch(self) -> None:
+        _clear_sharding_prop_cache()
+        clear_redistribute_planner_cache()
+        for cache in self._caches:
+            cache.cache_clear()
         torch.set_rng_state(self._rng)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)
@@ -223,19 +218,6 @@ def _caches(namespaces: dict[Any, dict[str, Any]]) -> Iterator[Any]:
         if (owner.__module__ if isinstance(owner, type) else owner.__name__).startswith("torch.distributed"):
             values = (value.__func__ if type(value) is staticmethod else value for value in variables.values())
             yield from (value for value in values if type(value) is functools._lru_cache_wrapper)
-
-
-def _refer_to_the_world_alone() -> bool:
-    """Return whether the meshes left in DTensor's caches consist of the default group; forget the groups they refer to.
-
-    How DTensor shards an operation is most of the time of a short test. Meshes look up groups by name, and the default
-    group has the same one in the next process group: what is cached for it stays true.
-    """
-    meshes = [each for each in gc.get_objects() if isinstance(each, DeviceMesh)]
-    names = {name for mesh in meshes for name in vars(mesh).get("_dim_group_names", ())}
-    for mesh in meshes:
-        vars(mesh).get("_pg_registry", {}).clear()
-    return names <= {DEFAULT_GROUP}
 
 
 def _global_hooks() -> Iterator[dict[Any, Any]]:
