@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import select
@@ -178,9 +177,7 @@ def _become(request, files):
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    if request["python"]:
-        sys.executable = request["python"]
-        multiprocessing.set_executable(sys.executable)
+    sys.executable = request["python"] or sys.executable
     sys.modules["numpy"].random.seed()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(threads))

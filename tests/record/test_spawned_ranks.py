@@ -7,7 +7,7 @@ from collections import Counter
 import torch.multiprocessing as mp
 
 from tests.helpers.scripts import written
-from tests.helpers.warm_python import WarmPython
+from tests.helpers.warm_python import WARM
 from tests.record.test_main import ENVIRON, MODEL, RECORD
 from workbench.events import Edge, Kind
 from workbench.record import __main__ as record
@@ -27,9 +27,6 @@ def main(rank, store):
 if __name__ == "__main__":
     torch.multiprocessing.spawn(main, args=(sys.argv[1],), nprocs=2)
 """
-
-
-WARM = WarmPython(is_inherited=True)
 
 
 def test_processes_that_a_script_spawns_are_the_ranks_of_its_recording(tmp_path):
