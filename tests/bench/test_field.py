@@ -9,9 +9,7 @@ from bench.field.__main__ import Result, examine, page, passes, summary, torch_o
 from bench.field.cases import CASES, Kind, Moment
 from bench.field.judge import RULES, Outcome, judge
 from bench.field.run import Settings
-from tests.helpers.warm_python import WarmPython
 
-WARM = WarmPython(is_inherited=True)
 NEW = (9, 0)
 BY_NAME = {case.name: case for case in CASES}
 LEFT_OUT = BY_NAME["subgroup_left_out"]  # rank 3 of 4 goes past an all_reduce
@@ -93,7 +91,7 @@ def test_every_verdict_can_be_got_and_has_its_script_and_line():
     ],
 )
 def test_a_script_is_run_and_judged(name, moment, outcomes):
-    found = examine(BY_NAME[name], [moment], Settings(WARM.executable()), torch_of(sys.executable))
+    found = examine(BY_NAME[name], [moment], Settings(), torch_of(sys.executable))
     assert [each.moment for each in found] == [moment]
     assert found[0].outcome in outcomes, found[0].text
     assert name in page(found)
