@@ -111,9 +111,9 @@ def test_a_stop_does_not_wait_for_a_rank_that_is_busy(make_cluster, monkeypatch)
 
 
 def test_ctrl_c_in_a_stop_is_answered_when_all_has_ended(make_cluster, monkeypatch, private):
-    cluster = make_cluster()
+    cluster, before = make_cluster(), processes_now() - {*KEEPER.processes}
     cluster.start()
-    started = processes_now()
+    started = processes_now() - before
     monkeypatch.setattr(cluster, "_shut_down", lambda channels: signal.raise_signal(signal.SIGINT))
     with pytest.raises(Interrupted, match=r"^Interrupted, but the ranks are stopped$"):
         cluster.stop()
