@@ -11,6 +11,7 @@ import ipykernel.kernelbase
 import ipyparallel
 import pytest
 import zmq
+from ipykernel.iostream import OutStream
 from ipyparallel.client.futures import MessageFuture
 from ipyparallel.engine.app import IPEngine
 from ipyparallel.engine.kernel import IPythonParallelKernel
@@ -50,6 +51,7 @@ def test_a_client_that_sends_differently_is_refused(monkeypatch):
         (ipyparallel.Client._update_engines, ["self._engines[eid] = v"]),
         (ipyparallel.Client.create_message_futures, ["msg_future.output = output"]),
         (MessageFuture.__init__, ["self.iopub_callbacks = []"]),
+        (OutStream._setup_stream_redirects, ["self._original_stdstream_copy = os.dup("]),
         (
             IPythonParallelKernel.process_control,
             [

@@ -8,13 +8,14 @@ On the kernel, :class:`Wire` sends requests to single engines on both channels, 
 reply *and* the last output of a request on the shell channel, which arrive on different sockets.
 
 The private parts are: ``Client._send``, its sockets, addresses, IO loop, futures and callbacks;
-``MessageFuture.iopub_callbacks``; ``Kernel.control_handlers`` and ``Kernel.process_control``; how ``IPEngine``
-connects. :func:`check_version` and a test detect changes in them.
+``MessageFuture.iopub_callbacks``; ``OutStream._original_stdstream_copy``; ``Kernel.control_handlers`` and
+``Kernel.process_control``; how ``IPEngine`` connects. :func:`check_version` and a test detect changes in them.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import signal
 import sys
@@ -156,7 +157,7 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
-    standing["children"] = children = ChildOutput(_log_of_engine())
+    standing["children"] = children = ChildOutput(_log_of_engine(kernel))
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
@@ -169,12 +170,14 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
 
 
-def _log_of_engine() -> int | None:
-    """Return the descriptor of this engine's log, for its stderr alone; None: its stderr is the log still.
+def _log_of_engine(kernel: Any) -> int | None:  # noqa: ANN401 - untyped in ipyparallel
+    """Return the descriptor of this engine's log, for its stderr alone; None: the engine itself writes there as well.
 
     ipykernel has put a pipe in the place of stdout and stderr each, except under pytest, and copies to the log what
     comes out of it.
     """
+    if kernel.log.getEffectiveLevel() < logging.ERROR:
+        return None
     logs = [getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr)]
     if logs[0] is not None and logs[1] is not None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
