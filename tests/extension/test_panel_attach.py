@@ -2,7 +2,6 @@
 
 import re
 
-import psutil
 import pytest
 from playwright.sync_api import expect
 
@@ -12,6 +11,7 @@ from tests.helpers.ipp_engines import running_profile
 from tests.helpers.jupyterlab import LONG_SCENES, jupyterlab, open_notebook, write_notebook
 from tests.helpers.notebook_model import CELL, UNHURRIED
 from tests.helpers.panel_page import SHOW, headline, panel, process_of, reply, section, shot, to, tool
+from tests.helpers.warm_python import WARM
 
 pytestmark = LONG_SCENES
 
@@ -72,7 +72,7 @@ def test_a_missing_cluster_is_reported(lab):
 
 
 def test_an_attach_that_waits_for_engines_can_be_cancelled(lab, profile):
-    engines = [one for one in psutil.Process().children(recursive=True) if "ipyparallel.engine" in one.cmdline()]
+    engines = [fork for fork in WARM.forks() if fork.parent() in WARM.processes]
     assert len(engines) == 3
     for engine in engines:
         engine.suspend()
