@@ -10,6 +10,7 @@ import { IStatusBar } from "@jupyterlab/statusbar";
 
 import about from "../package.json";
 import { addActions } from "./actions";
+import { CourseWidget } from "./course";
 import { insertExample } from "./example";
 import { DashboardWidget } from "./dashboard";
 import { followWidths } from "./figures";
@@ -92,6 +93,7 @@ const plugin: JupyterFrontEndPlugin<void> = {
       icon: shardsIcon,
       execute: openPanel,
     });
+    addCourse(app);
     const dashboards = addDashboards(app, notebooks, tracker, lab, pictures, openPanel);
     followTabs(app, notebooks, tracker, pictures, dashboards);
     void restorer?.restore(dashboards, {
@@ -108,10 +110,11 @@ const plugin: JupyterFrontEndPlugin<void> = {
     };
     const actions = addActions(app, notebooks, pictures, { openPanel, openForm, stop, settings: () => settings });
 
-    for (const command of ["fsdp:load", "fsdp:example", "fsdp:open-panel", "fsdp:open-dashboard", ...actions]) {
+    for (const command of ["fsdp:load", "fsdp:example", "fsdp:open-panel", "fsdp:open-dashboard", "fsdp:open-course", ...actions]) {
       palette?.addItem({ command, category: CATEGORY });
     }
     launcher?.add({ command: "fsdp:open-dashboard", category: "Other", rank: 50 });
+    launcher?.add({ command: "fsdp:open-course", category: "Other", rank: 51 });
     statusBar?.registerStatusItem("fsdp-workbench:status", {
       item: new StatusItem(notebooks, openPanel),
       align: "left",
@@ -129,6 +132,23 @@ const plugin: JupyterFrontEndPlugin<void> = {
     });
   },
 };
+
+/** Add the command that opens the list of the course's notebooks. */
+function addCourse(app: JupyterFrontEnd): void {
+  let open: MainAreaWidget<CourseWidget> | null = null;
+  app.commands.addCommand("fsdp:open-course", {
+    label: "FSDP Course",
+    caption: "Show the notebooks of the course, and how many of their checks passed",
+    icon: shardsIcon,
+    execute: ({ cwd }) => {
+      if (open === null || open.isDisposed) {
+        open = new MainAreaWidget({ content: new CourseWidget(app, typeof cwd === "string" ? cwd : "") });
+        app.shell.add(open, "main");
+      }
+      app.shell.activateById(open.id);
+    },
+  });
+}
 
 /** Add the command that opens the dashboard of a notebook; returns the tracker of open dashboards. */
 function addDashboards(

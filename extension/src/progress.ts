@@ -1,0 +1,88 @@
+/** How far the course is: its notebooks in a folder, and which of their checks passed, by the records in their outputs. */
+import type { Contents } from "@jupyterlab/services";
+
+import { CHECK_MIME } from "./protocol";
+
+/** What is read of a notebook. */
+interface Content {
+  readonly cells: readonly Cell[];
+}
+
+interface Cell {
+  readonly cell_type: string;
+  readonly metadata: { readonly nbgrader?: { readonly grade?: unknown } };
+  readonly source: string | readonly string[];
+  readonly outputs?: readonly { readonly data?: Readonly<Record<string, unknown>> }[];
+}
+
+/** A notebook of the course. */
+export interface CourseNotebook {
+  readonly path: string;
+  readonly title: string;
+  /** Number of checks. */
+  readonly checks: number;
+  /** How many of them passed when they ran last. */
+  readonly passed: number;
+  /** How many ran. */
+  readonly tried: number;
+}
+
+/** A folder with notebooks of the course. */
+export interface Course {
+  readonly folder: string;
+  readonly notebooks: readonly CourseNotebook[];
+}
+
+const NAME = /^\d\d_\w+\.ipynb$/;
+
+/** Where `workbench course` puts them unless it is told otherwise. */
+export const FOLDER = "fsdp-course";
+
+/** Return the course in the first of some folders that has one; null: none has. */
+export async function findCourse(contents: Contents.IManager, folders: readonly string[]): Promise<Course | null> {
+  for (const folder of new Set(folders)) {
+    const files = await listed(contents, folder);
+    const found = await Promise.all(files.map(async ({ path }) => read(contents, path)));
+    const notebooks = found.filter((each) => each !== null);
+    if (notebooks.length > 0) return { folder, notebooks };
+  }
+  return null;
+}
+
+async function listed(contents: Contents.IManager, folder: string): Promise<Contents.IModel[]> {
+  try {
+    const model = await contents.get(folder, { type: "directory" });
+    const files = (model.content as Contents.IModel[]).filter(({ type, name }) => type === "notebook" && NAME.test(name));
+    return files.sort((one, other) => one.name.localeCompare(other.name));
+  } catch {
+    return []; // there is no such folder
+  }
+}
+
+async function read(contents: Contents.IManager, path: string): Promise<CourseNotebook | null> {
+  try {
+    const model = await contents.get(path, { type: "notebook" });
+    return progressOf(path, model.content as Content);
+  } catch {
+    return null; // no notebook, or gone meanwhile
+  }
+}
+
+/** Return the progress of a notebook; null: it has no check, so it is not of the course. */
+export function progressOf(path: string, { cells }: Content): CourseNotebook | null {
+  const checks = cells.filter((cell) => cell.cell_type === "code" && cell.metadata.nbgrader?.grade === true);
+  if (checks.length === 0) return null;
+  const records = checks.map(({ outputs }) => recordsOf(outputs)).filter((each) => each.length > 0);
+  const first = cells.find((cell) => cell.cell_type === "markdown");
+  return {
+    path,
+    title: /^# (.+)$/m.exec([first?.source ?? ""].flat().join(""))?.[1] ?? path,
+    checks: checks.length,
+    passed: records.filter((each) => each.every(({ passed }) => passed === true)).length,
+    tried: records.length,
+  };
+}
+
+function recordsOf(outputs: Cell["outputs"] = []): { passed?: unknown }[] {
+  return outputs.map(({ data }) => data?.[CHECK_MIME]).filter((each) => typeof each === "object" && each !== null);
+}
