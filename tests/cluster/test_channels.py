@@ -34,12 +34,14 @@ def test_a_rank_whose_reply_has_arrived_is_not_busy(monkeypatch):
 def test_a_rank_is_lost_for_the_first_reason_that_was_told():
     wire = FakeWire()
     channels = Channels(wire, ["engine"])
-    pending = channels.cell("pass", [0])
+    pending, cluster, noted = channels.cell("pass", [0]), Cluster(1), []
+    cluster.on_loss = lambda *loss: noted.append(loss)
     for how in ("was killed", "is gone as well"):
-        Cluster._lose(channels, 0, how, "")
+        cluster._lose(channels, 0, how, "")
     later = channels.cell("pass", [0])
     assert [str(each.error(0)) for each in (pending, later)] == ["rank 0 was killed"] * 2
     assert channels.losses == {0: "was killed"}
+    assert noted == [(0, "was killed")]
 
 
 class UnlockedWire:

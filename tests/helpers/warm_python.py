@@ -15,6 +15,7 @@ import psutil
 
 from tests.helpers import leaks, warm_runpy
 from workbench.base.ports import LOOPBACK, reserved_port
+from workbench.cluster.processes import is_running
 
 _HERE = str(Path(warm_runpy.__file__).parent)
 _ASK = """\
@@ -64,7 +65,8 @@ class WarmPython:
 
     def forks(self) -> list[psutil.Process]:
         """Return the forks that run."""
-        return [fork for process in self.processes for fork in process.children(recursive=True)]
+        found = [fork for process in self.processes for fork in process.children(recursive=True)]
+        return [fork for fork in found if is_running(fork)]
 
     def end(self) -> None:
         """End it."""
