@@ -16,7 +16,7 @@ export class CourseWidget extends ReactWidget {
   constructor(app: JupyterFrontEnd, cwd: string) {
     super();
     this.#app = app;
-    this.#folders = [cwd, "", FOLDER];
+    this.#folders = [cwd, ""];
     this.id = "fsdp-course";
     this.addClass("fsdp-Panel");
     this.addClass("fsdp-Course");

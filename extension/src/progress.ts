@@ -38,22 +38,29 @@ const NAME = /^\d\d_\w+\.ipynb$/;
 /** Where `workbench course` puts them unless it is told otherwise. */
 export const FOLDER = "fsdp-course";
 
-/** Return the course in the first of some folders that has one; null: none has. */
+/** Return the course in the first of some folders that has one, or a folder {@link FOLDER} with it; null: none has. */
 export async function findCourse(contents: Contents.IManager, folders: readonly string[]): Promise<Course | null> {
   for (const folder of new Set(folders)) {
     const files = await listed(contents, folder);
-    const found = await Promise.all(files.map(async ({ path }) => read(contents, path)));
-    const notebooks = found.filter((each) => each !== null);
-    if (notebooks.length > 0) return { folder, notebooks };
+    const here = await readAll(contents, files);
+    if (here.length > 0) return { folder, notebooks: here };
+    const below = files.find(({ type, name }) => type === "directory" && name === FOLDER);
+    const notebooks = below === undefined ? [] : await readAll(contents, await listed(contents, below.path));
+    if (below !== undefined && notebooks.length > 0) return { folder: below.path, notebooks };
   }
   return null;
 }
 
+async function readAll(contents: Contents.IManager, files: readonly Contents.IModel[]): Promise<CourseNotebook[]> {
+  const named = files.filter(({ type, name }) => type === "notebook" && NAME.test(name)).sort((one, other) => one.name.localeCompare(other.name));
+  const found = await Promise.all(named.map(async ({ path }) => read(contents, path)));
+  return found.filter((each) => each !== null);
+}
+
 async function listed(contents: Contents.IManager, folder: string): Promise<Contents.IModel[]> {
   try {
-    const model = await contents.get(folder, { type: "directory" });
-    const files = (model.content as Contents.IModel[]).filter(({ type, name }) => type === "notebook" && NAME.test(name));
-    return files.sort((one, other) => one.name.localeCompare(other.name));
+    const model = await contents.get(folder, { type: "directory", content: true });
+    return model.content as Contents.IModel[];
   } catch {
     return []; // there is no such folder
   }
@@ -61,7 +68,7 @@ async function listed(contents: Contents.IManager, folder: string): Promise<Cont
 
 async function read(contents: Contents.IManager, path: string): Promise<CourseNotebook | null> {
   try {
-    const model = await contents.get(path, { type: "notebook" });
+    const model = await contents.get(path, { type: "notebook", content: true });
     return progressOf(path, model.content as Content);
   } catch {
     return null; // no notebook, or gone meanwhile

@@ -14,11 +14,14 @@ function check(...passed: unknown[]): object {
 
 /** The folders and notebooks of a server. */
 function contentsOf(files: Record<string, object[]>): Contents.IManager {
-  const get = (path: string, { type }: { type: string }): Promise<object> => {
+  const get = (path: string, { type, content }: { type: string; content?: boolean }): Promise<object> => {
+    if (content !== true) return Promise.resolve({ content: null });
     if (type === "notebook") return path in files ? Promise.resolve({ content: { cells: files[path] } }) : Promise.reject(new Error("gone"));
     const inside = Object.keys(files).filter((each) => each.split("/").slice(0, -1).join("/") === path);
     if (inside.length === 0 && path !== "") return Promise.reject(new Error("no such folder"));
-    return Promise.resolve({ content: inside.map((each) => ({ type: "notebook", path: each, name: each.split("/").at(-1) })) });
+    const folders = path === "" ? new Set(Object.keys(files).map((each) => each.split("/").slice(0, -1).join("/"))) : [];
+    const listed = [...folders].map((each) => ({ type: "directory", path: each, name: each }));
+    return Promise.resolve({ content: [...listed, ...inside.map((each) => ({ type: "notebook", path: each, name: each.split("/").at(-1) }))] });
   };
   return { get } as unknown as Contents.IManager;
 }
@@ -44,7 +47,7 @@ it("the first folder with notebooks of the course counts, in the order of their 
     [`${FOLDER}/00_replay.ipynb`]: [heading, check()],
     [`${FOLDER}/02_empty.ipynb`]: [heading],
   };
-  const found = await findCourse(contentsOf(files), ["work", "", FOLDER]);
+  const found = await findCourse(contentsOf(files), ["work", ""]);
   expect(found?.folder).toBe(FOLDER);
   expect(found?.notebooks.map(({ path }) => path)).toEqual([`${FOLDER}/00_replay.ipynb`, `${FOLDER}/01_tour.ipynb`]);
   expect(await findCourse(contentsOf({}), ["", "gone"])).toBeNull();
