@@ -6,10 +6,10 @@ as the fork ends. Each fork is a session of its own, which is killed when the co
 Stacks of a program begin with calls of this file, as they begin with calls of ``runpy`` otherwise.
 """
 
-import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -18,12 +18,14 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import types
 
 PRELOAD = ("numpy", "torch", "torch._dynamo", "torch.distributed.fsdp")
 _NUMBER = struct.Struct("=i")
 _MAX_FILES = 64
+
+# by its file: a program that imports the package has to import all of it
+_END = os.path.join(os.path.dirname(__file__), "..", "..", "workbench", "base", "process_end.py")
 
 
 # ---- the command
@@ -78,6 +80,9 @@ def serve(path):
     gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("process_end", _END)
+    end = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(end)
     gc.freeze()
     gc.enable()
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -108,7 +113,7 @@ def serve(path):
                 _send(connection, child)
             else:
                 _close(connection, listener, woken, wakes, *asked.values())
-                run(request, files)
+                run(request, files, end.end_process)
             _close(*files)
 
 
@@ -139,28 +144,17 @@ def _kill(child):
             kill(child, signal.SIGKILL)
 
 
-def run(request, files):
+def run(request, files, end_process):
     """Run in this fork what a command asks for, and end as an interpreter ends, without freeing torch's objects."""
-    code = 0
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _become(request, files)()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if code and error.code is not code:
-            sys.stderr.write(f"{error.code}\n")
     except BaseException as error:  # noqa: BLE001 - as an interpreter does
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code & 0xFF)
+        end_process(error)
+    end_process()
 
 
 def _become(request, files):

@@ -15,7 +15,6 @@ Run as ``python -m workbench.cluster.zygote``; each line of its stdin is a reque
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -40,6 +39,7 @@ from typing import IO, Any, NoReturn
 import psutil
 
 from workbench.base.devices import AUTO, DEVICES
+from workbench.base.process_end import end_process
 from workbench.cluster import processes
 from workbench.cluster.reaper import Reaper
 from workbench.errors import ClusterError
@@ -363,25 +363,11 @@ def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, st
     if numpy is not None:
         numpy.random.seed()  # else all ranks draw the same numbers; Python reseeds its own generator
     sys.argv[1:] = engine["arguments"]
-    code: object = None
     try:
         runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        code = error.code
     except BaseException as error:  # noqa: BLE001 - as an interpreter does
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    _end(code if isinstance(code, int) else int(code is not None))
-
-
-def _end(code: int) -> NoReturn:
-    """End this process as an interpreter does, but without freeing every imported object, which takes half a second."""
-    threading._shutdown()  # type: ignore[attr-defined]  # as multiprocessing does: waits for the threads of cells
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code & 0xFF)
+        end_process(error)
+    end_process()
 
 
 def _mark(cluster_id: str) -> None:
