@@ -157,7 +157,7 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
-    standing["children"] = children = ChildOutput(_log_of_engine(kernel))
+    standing["children"] = children = ChildOutput(_freed_log(kernel))
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
@@ -170,11 +170,11 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
 
 
-def _log_of_engine(kernel: Any) -> int | None:  # noqa: ANN401 - untyped in ipyparallel
-    """Return the descriptor of this engine's log, for its stderr alone; None: the engine itself writes there as well.
+def _freed_log(kernel: Any) -> int | None:  # noqa: ANN401 - untyped in ipyparallel
+    """Return the descriptor of this engine's log, for the text of C code alone.
 
-    ipykernel has put a pipe in the place of stdout and stderr each, except under pytest, and copies to the log what
-    comes out of it.
+    Except under pytest, ipykernel has replaced stdout and stderr by pipes, and copies their text to the log. It no
+    longer copies stdout. Returns None where there are no such pipes, or the engine writes its own messages to the log.
     """
     if kernel.log.getEffectiveLevel() < logging.ERROR:
         return None

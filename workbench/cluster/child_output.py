@@ -20,25 +20,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TextIO
 
 _PIECE_BYTES = 1 << 16
 
 _POLL_S = 0.5
-"""How often the log is read while a cell runs, in seconds; nothing announces that it has grown."""
+"""Time between two reads of the log, in seconds: nothing announces that it has grown."""
 
 
 class ChildOutput:
     """Forwards the stdout and stderr of child processes, from its construction until this process ends.
 
     Args:
-        log: descriptor of this process's log, which then becomes its stderr; None: stderr stays.
+        log: descriptor of this process's log, to which its stderr is redirected; None: stderr is left as it is.
     """
 
     def __init__(self, log: int | None = None) -> None:
-        self._log = None if log is None else _Log.of(log, sys.stderr)
-        self._sources = [_OutputStream(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
+        self._pipes = [_Pipe(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
+        self._logs = [] if log is None else _redirected(log, sys.stderr)
         self._lock = threading.Lock()
         self._starts = threading.Lock()
         os.register_at_fork(after_in_child=self._in_child)
@@ -47,18 +47,17 @@ class ChildOutput:
         threading.Thread(target=self._listen, name="workbench: children", daemon=True).start()
 
     def take(self) -> None:
-        """Forward everything that children have written so far."""
+        """Forward everything that children and C code have written so far."""
         with self._lock:
-            for source in self._sources:
-                source.take()
-            if self._log is not None:
-                self._log.take()
+            for file in (*self._pipes, *self._logs):
+                file.take()
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()
-        for source in self._sources:
-            selector.register(source.reads, selectors.EVENT_READ)
-        while selector.select(None if self._log is None else _POLL_S) or self._log is not None:
+        for pipe in self._pipes:
+            selector.register(pipe.reads, selectors.EVENT_READ)
+        while True:
+            selector.select(_POLL_S if self._logs else None)
             self.take()
 
     def _shown(self, start: Callable[..., int]) -> Callable[..., int]:
@@ -66,76 +65,72 @@ class ChildOutput:
 
         def shown(*args: Any) -> int:  # noqa: ANN401 - those of start
             with self._starts, ExitStack() as standard_files:
-                for source in self._sources:
-                    standard_files.enter_context(source.inherited())
+                for pipe in self._pipes:
+                    standard_files.enter_context(pipe.inherited())
                 return start(*args)
 
         return shown
 
     def _in_child(self) -> None:
         self._starts = threading.Lock()  # another thread may have held it at the fork
-        for name, source in zip(("stdout", "stderr"), self._sources, strict=True):
-            file = source.in_child()
-            if getattr(sys, name) is source.stream:  # else the user's code has redirected it
+        for name, pipe in zip(("stdout", "stderr"), self._pipes, strict=True):
+            file = pipe.in_child()
+            if getattr(sys, name) is pipe.stream:  # else the user's code has redirected it
                 setattr(sys, name, file)
 
 
-class _Log:
-    """What this process writes into its log from now on.
+class _ReadFile:
+    """A file whose text, from now on, a stream of this process receives.
 
     Args:
-        file: descriptor to read the log.
-        stream: stream of this process that receives the text.
-    """
-
-    def __init__(self, file: int, stream: TextIO) -> None:
-        self._file, self._stream = file, stream
-        os.lseek(file, 0, os.SEEK_END)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    @classmethod
-    def of(cls, log: int, stream: TextIO) -> _Log | None:
-        """Make a log the stderr of this process; None: it is no file, or this system cannot read it."""
-        try:
-            file = os.open(f"/dev/fd/{log}", os.O_RDONLY)
-        except OSError:
-            return None
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            os.close(file)
-            return None
-        os.dup2(log, 2)
-        return cls(file, stream)
-
-    def take(self) -> None:
-        while piece := os.read(self._file, _PIECE_BYTES):
-            self._stream.write(self._decoder.decode(piece))
-
-
-class _OutputStream:
-    """One of the two standard streams of child processes.
-
-    Args:
-        stream: stream of this process that receives the text.
-        number: file descriptor in the child processes.
+        reads: descriptor to read it.
+        stream: the stream.
 
     Attributes:
+        reads: likewise.
         stream: likewise.
-        reads: read end of the pipe.
+    """
+
+    def __init__(self, reads: int, stream: TextIO) -> None:
+        self.reads, self.stream = reads, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def take(self) -> None:
+        with suppress(BlockingIOError):  # a pipe is empty
+            while piece := os.read(self.reads, _PIECE_BYTES):
+                self.stream.write(self._decoder.decode(piece))
+
+
+def _redirected(log: int, stream: TextIO) -> list[_ReadFile]:
+    """Redirect stderr to a log, and return what reads it.
+
+    Returns an empty list, and leaves stderr as it is, if the log is no regular file or cannot be read.
+    """
+    try:
+        reads = os.open(f"/dev/fd/{log}", os.O_RDONLY)
+    except OSError:
+        return []
+    if not stat.S_ISREG(os.fstat(reads).st_mode):
+        os.close(reads)
+        return []
+    os.dup2(log, 2)
+    os.lseek(reads, 0, os.SEEK_END)
+    return [_ReadFile(reads, stream)]
+
+
+class _Pipe(_ReadFile):
+    """The pipe to which child processes write what they write to one of the two standard files.
+
+    Args:
+        stream: stream of this process that receives the text.
+        number: descriptor of the standard file in the child processes.
     """
 
     def __init__(self, stream: TextIO, number: int) -> None:
-        self.stream, self._number = stream, number
-        self.reads, self._writes = os.pipe()
-        os.set_blocking(self.reads, False)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def take(self) -> None:
-        while True:
-            try:
-                piece = os.read(self.reads, _PIECE_BYTES)
-            except BlockingIOError:  # the pipe is empty
-                return
-            self.stream.write(self._decoder.decode(piece))
+        reads, self._writes = os.pipe()
+        os.set_blocking(reads, False)
+        super().__init__(reads, stream)
+        self._number = number
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
