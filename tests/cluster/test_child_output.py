@@ -90,7 +90,9 @@ def test_what_c_code_writes_to_stderr_is_shown_and_in_the_log_if_the_rank_dies(m
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # under pytest ipykernel leaves the standard files as they are
     cluster = make_cluster(1)
     cluster.start()
-    assert written(cluster, "import os; _ = os.write(2, b'from C\\n')", "stderr") == "from C\n"
+    log = "import os, stat; print(stat.S_ISREG(os.fstat(2).st_mode))"
+    assert written(cluster, log) == "True\n", "what is written there outlives the process"
+    assert written(cluster, "_ = os.write(2, b'from C\\n')", "stderr") == "from C\n"
     pending = cluster.run_cell("os.write(2, b'last words\\n'); os.abort()")
     with pytest.raises(RankDied, match=r"SIGABRT; the end of its log:\nfrom C\nlast words$"):
         pending.result(0, PATIENCE_S)

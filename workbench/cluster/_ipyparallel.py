@@ -157,7 +157,7 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
-    standing["children"] = children = ChildOutput(_freed_log(kernel))
+    standing["children"] = children = ChildOutput(_freed_log())
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())
@@ -170,13 +170,15 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
 
 
-def _freed_log(kernel: Any) -> int | None:  # noqa: ANN401 - untyped in ipyparallel
+def _freed_log() -> int | None:
     """Return the descriptor of this engine's log, for the text of C code alone.
 
     Except under pytest, ipykernel has replaced stdout and stderr by pipes, and copies their text to the log. It no
     longer copies stdout. Returns None where there are no such pipes, or the engine writes its own messages to the log.
     """
-    if kernel.log.getEffectiveLevel() < logging.ERROR:
+    from ipyparallel.engine.app import IPEngine  # noqa: PLC0415 - only an engine has one
+
+    if IPEngine.instance().log_level < logging.ERROR:
         return None
     logs = [getattr(stream, "_original_stdstream_copy", None) for stream in (sys.stdout, sys.stderr)]
     if logs[0] is not None and logs[1] is not None:
