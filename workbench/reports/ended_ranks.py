@@ -95,7 +95,11 @@ def _first(gone: Sequence[RunPosition]) -> list[RunPosition]:
     killed = [each for each in gone if each.ending in (None, Ending.OUTSIDE)]
     if own and all(each.ended_ns is None for each in gone):  # of a request
         named = {int(found[1]) for each in gone if (found := _ABORTED_FOR.match(each.reason))}
-        return [each for each in own if each.rank in named] or own[: 1 if all(each.ago_ns for each in own) else None]
+        causes = [each for each in own if each.rank in named]
+        if causes:
+            return causes
+        is_order_known = all(each.ago_ns for each in own)
+        return own[:1] if is_order_known else own
     if own and (not killed or (own[0].ended_ns or 0) <= (killed[0].ended_ns or 0) + TOGETHER_NS):
         alike = [each for each in own if short_reason(each.reason) == short_reason(own[0].reason)]
         return [each for each in alike if len(alike) == len(gone) or _is_together(each, own[0])]

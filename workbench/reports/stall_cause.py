@@ -165,9 +165,9 @@ class _Waits:
             return _of_silent(late)
         if unseen:
             return self._of_counts([*waiting, *unseen]) or self._of_unseen(waiting, unseen)
-        stuck = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
-        still = [each for each in stuck if self._is_still(each)]
-        return self._of_stuck(still) if still else None
+        complete = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
+        stuck = [each for each in complete if self._is_still(each)]
+        return self._of_stuck(stuck) if stuck else None
 
     def _has_ended_early(self, position: RunPosition) -> bool:
         """Return whether a rank's program ended with success, before any other program ended otherwise."""
@@ -185,9 +185,9 @@ class _Waits:
         return position.ending is Ending.TIMEOUT or end_ns - position.since_ns >= least_ns
 
     def _is_still(self, position: RunPosition) -> bool:
-        """Return whether no rank of a collective in which one waits has had an event for long.
+        """Return whether all ranks of the collective in which one waits have been without an event for long.
 
-        The payload begins to move when the last rank has come, and may take seconds.
+        Its data begins to move when the last rank has come, and may take seconds.
         """
         assert position.pending is not None
         ranks = self.trace.header.comm_groups[self._group_of(position.pending)].ranks
