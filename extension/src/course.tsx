@@ -4,7 +4,8 @@ import { ReactWidget } from "@jupyterlab/apputils";
 import * as React from "react";
 
 import { shardsIcon } from "./icon";
-import { type Course, type CourseNotebook, findCourse, FOLDER } from "./progress";
+import { COURSE_FOLDER } from "./protocol";
+import { type Course, type CourseNotebook, findCourse } from "./progress";
 
 export class CourseWidget extends ReactWidget {
   readonly #app: JupyterFrontEnd;
@@ -78,7 +79,7 @@ export class CourseWidget extends ReactWidget {
 function None(): React.JSX.Element {
   return (
     <p className="fsdp-Notice">
-      There is no course in this folder. In a terminal, <code>workbench course --copy-only</code> copies its notebooks into the folder {FOLDER}.
+      There is no course in this folder. In a terminal, <code>workbench course --copy-only</code> copies its notebooks into the folder {COURSE_FOLDER}.
     </p>
   );
 }

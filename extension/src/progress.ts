@@ -1,7 +1,7 @@
 /** How far the course is: its notebooks in a folder, and which of their checks passed, by the records in their outputs. */
 import type { Contents } from "@jupyterlab/services";
 
-import { CHECK_MIME } from "./protocol";
+import { CHECK_MIME, COURSE_FOLDER } from "./protocol";
 
 /** What is read of a notebook. */
 interface Content {
@@ -35,16 +35,13 @@ export interface Course {
 
 const NAME = /^\d\d_\w+\.ipynb$/;
 
-/** Where `workbench course` puts them unless it is told otherwise. */
-export const FOLDER = "fsdp-course";
-
-/** Return the course in the first of some folders that has one, or a folder {@link FOLDER} with it; null: none has. */
+/** Return the course in the first of some folders that has one, or a folder {@link COURSE_FOLDER} with it; null: none has. */
 export async function findCourse(contents: Contents.IManager, folders: readonly string[]): Promise<Course | null> {
   for (const folder of new Set(folders)) {
     const files = await listed(contents, folder);
     const here = await readAll(contents, files);
     if (here.length > 0) return { folder, notebooks: here };
-    const below = files.find(({ type, name }) => type === "directory" && name === FOLDER);
+    const below = files.find(({ type, name }) => type === "directory" && name === COURSE_FOLDER);
     const notebooks = below === undefined ? [] : await readAll(contents, await listed(contents, below.path));
     if (below !== undefined && notebooks.length > 0) return { folder: below.path, notebooks };
   }

@@ -1,8 +1,8 @@
 import type { Contents } from "@jupyterlab/services";
 import { expect, it } from "vitest";
 
-import { findCourse, FOLDER, progressOf } from "../src/progress";
-import { CHECK_MIME } from "../src/protocol";
+import { findCourse, progressOf } from "../src/progress";
+import { CHECK_MIME, COURSE_FOLDER as FOLDER } from "../src/protocol";
 
 const heading = { cell_type: "markdown", metadata: {}, source: ["# Who holds what\n", "\n", "Text."] };
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from workbench.base.codec import hints_of
 from workbench.base.devices import CHOICES
 from workbench.base.glossary import MEANINGS
+from workbench.cli.main import COURSE_FOLDER
 from workbench.course.checks import CHECK_MIME
 from workbench.events import RANK_TRACKS, Category, Kind, UnitState
 from workbench.live import messages
@@ -71,7 +72,7 @@ def _types() -> str:
             **{"TARGET": messages.TARGET, "VERSION": messages.VERSION},
             **{"DEVICES": CHOICES, "STRATEGIES": STRATEGIES, "HYBRID": HYBRID},
             "EXAMPLE": EXAMPLE,
-            "CHECK_MIME": CHECK_MIME,
+            **{"CHECK_MIME": CHECK_MIME, "COURSE_FOLDER": COURSE_FOLDER},
             "FAULT_KINDS": {kind.name: kind.summary for kind in KINDS.values()},
             "VIEWS": {word: summary(cls) for word, cls in WORDS.items() if issubclass(cls, DrawCommand)},
         },

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 TOUR = "01_tour.ipynb"
 
+COURSE_FOLDER = "fsdp-course"
+"""Where ``workbench course`` copies the notebooks by default."""
+
 _PACKAGE = Path(__file__).parents[1]
 _CHECKOUT = _PACKAGE.parent / "notebooks"  # of a clone
 _INSTALLED = _PACKAGE / "notebooks"  # of a wheel
@@ -199,7 +202,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     demo.add_argument("--out", default="build/demo", metavar="FOLDER", help="output folder (default build/demo)")
     words.add_parser("lab", description=_LAB, help="open the tour in JupyterLab; further arguments go to JupyterLab")
     course = words.add_parser("course", description=_COURSE, help="copy the notebooks into a folder and open them")
-    course.add_argument("folder", nargs="?", default="fsdp-course", metavar="DIR", help="default: fsdp-course")
+    course.add_argument("folder", nargs="?", default=COURSE_FOLDER, metavar="DIR", help=f"default: {COURSE_FOLDER}")
     course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
     course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
     course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
