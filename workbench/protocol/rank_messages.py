@@ -204,7 +204,10 @@ class CellLine:
 
 @request("line", looks=True)
 class LocateLine(RankRequest[CellLine | None]):
-    """Asks for the line of a cell or script that the main thread runs, or that has ended by an error; None: neither."""
+    """Asks for the line that the main thread runs in a cell or script, or in which its newest one raised.
+
+    The reply is None if there is no such line.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

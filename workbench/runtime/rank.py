@@ -139,8 +139,8 @@ class RankRuntime:
         history: notes what the rules of ``lint`` need of the training so far.
         hooks: handles of the hooks on every optimizer.
         doing: word of the current command, empty between commands.
-        raised: line in which the newest command or cell raised, and when on this rank's clock, in nanoseconds; None: it
-            did not, or in no cell or script.
+        raised: the line of a cell or script in which the newest command or cell raised, and the time on this rank's
+            clock, in nanoseconds; None: there is no such line.
         commands: number of commands it has begun.
         fault: the fault that it has injected; None if there is none.
         faulty_steps: the steps taken while faults were on that have been removed.

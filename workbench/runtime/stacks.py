@@ -159,9 +159,9 @@ def user_line() -> CellLine | None:
 
 
 def raised_line(error: BaseException) -> CellLine | None:
-    """Return the line of a cell or script in which an error was raised, as :func:`user_line`; else that of its cause.
+    """Return the line of a cell or script in which an error was raised, as :func:`user_line` does.
 
-    An error raised elsewhere, such as that of an abort, has the line of its cause. None: neither has one.
+    An error that was raised elsewhere, such as that of an abort, has the line of its cause. None: no cause has one.
     """
     one: BaseException | None = error
     seen: set[int] = set()  # the chain may be cyclic
