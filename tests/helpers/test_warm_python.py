@@ -52,7 +52,7 @@ def test_a_script_a_module_and_files_beyond_the_standard_ones(tmp_path):
 
 
 def test_a_fork_ends_with_its_command_and_gets_its_signals():
-    program = "import time; print(1, flush=True)\ntry: time.sleep(600)\nexcept KeyboardInterrupt: raise SystemExit(5)"
+    program = "import time\ntry: print(1, flush=True); time.sleep(600)\nexcept KeyboardInterrupt: raise SystemExit(5)"
     for number, code in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
         with subprocess.Popen([WARM.executable(), "-c", program], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout.readline() == "1\n"

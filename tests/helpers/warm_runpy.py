@@ -33,6 +33,8 @@ _END = os.path.join(os.path.dirname(__file__), "..", "..", "workbench", "base", 
 
 def ask(path, args, python):
     """Have the warm Python run a command line, whose ``sys.executable`` is ``python``; end as it ends."""
+    forwarded = signal.SIGINT, signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # the fork may run before this process knows its number
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         listed = [int(name) for name in os.listdir("/proc/self/fd")]
@@ -42,8 +44,9 @@ def ask(path, args, python):
         socket.send_fds(server, [_NUMBER.pack(len(data))], files)
         server.sendall(data)
         child = _number(server)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in forwarded:
             signal.signal(number, lambda number, _: os.kill(child, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, forwarded)
         for file in files:
             os.close(file)  # its output has ended when that of the fork has
         code = _number(server)
