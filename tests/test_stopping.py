@@ -27,7 +27,7 @@ from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
-from workbench.reports.pause_results import StopReport
+from workbench.reports.pause_reports import StopReport
 from workbench.session import waiter
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.waiter import ASK_S, PATIENT_S

@@ -11,7 +11,7 @@ from pathlib import Path
 from workbench.errors import TraceError, UsageError
 from workbench.protocol.policy import ENGINES
 from workbench.reports.clock_text import exactness
-from workbench.reports.results import ExportReport
+from workbench.reports.record_reports import ExportReport
 from workbench.script.script_writer import MARK, write_script
 from workbench.session.program import Program
 from workbench.session.trace_selectors import file_at, some_steps

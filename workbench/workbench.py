@@ -63,16 +63,17 @@ from workbench.replay.activations import comparable
 from workbench.replay.units import collectives_words, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
-from workbench.reports.checkpoint_reports import LoadReport, SaveReport
+from workbench.reports.checkpoint_reports import LoadReport, SaveReport, SnapshotReport
 from workbench.reports.explain_report import ExplainReport
 from workbench.reports.explanations import explain
 from workbench.reports.failures import losses_in_words
 from workbench.reports.fit_report import FitReport
 from workbench.reports.heal_report import HealReport
+from workbench.reports.history_report import HistoryReport, PastCommand, Source
 from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
-from workbench.reports.output_report import OutputReport
-from workbench.reports.pause_results import (
+from workbench.reports.output_report import CellReport, OutputReport
+from workbench.reports.pause_reports import (
     BackgroundReport,
     BackReport,
     BreakReport,
@@ -83,28 +84,14 @@ from workbench.reports.pause_results import (
     WhereReport,
 )
 from workbench.reports.plan_report import PlanReport
+from workbench.reports.record_reports import ExportReport, OpenReport
 from workbench.reports.report import Report
-from workbench.reports.results import (
-    CellReport,
-    ExportReport,
-    HistoryReport,
-    OpenReport,
-    PastCommand,
-    RankStatus,
-    ReshardReport,
-    RunReport,
-    ShardReport,
-    SnapshotReport,
-    Source,
-    StartReport,
-    StatusReport,
-    StepReport,
-    UnshardReport,
-    VerifyReport,
-    sharded_models,
-)
 from workbench.reports.run_where import RunWhereReport
+from workbench.reports.sharding_reports import ReshardReport, ShardReport, UnshardReport
+from workbench.reports.status_report import RankStatus, StartReport, StatusReport, sharded_models
+from workbench.reports.step_reports import RunReport, StepReport
 from workbench.reports.stop_positions import live_units, param_names
+from workbench.reports.verify_report import VerifyReport
 from workbench.reports.view_numbers import CompareReport, ViewReport, compared, numbers
 from workbench.script.fit_search import FitSearch
 from workbench.script.planner import PlannedRank, plan_program

@@ -19,7 +19,7 @@ from workbench.cli import main as cli
 from workbench.cli.demo import Communication, DemoError, DemoReport
 from workbench.cli.doctor import Diagnosis, Finding, Verdict
 from workbench.errors import RankError, UsageError
-from workbench.reports.results import VerifyReport
+from workbench.reports.verify_report import VerifyReport
 from workbench.session import script_ranks
 from workbench.trace import save
 from workbench.trace.recording import RunEnd

@@ -19,7 +19,7 @@ from workbench.course import notebook_output as outputs
 from workbench.errors import RankError, UsageError
 from workbench.events import Category
 from workbench.replay import memory
-from workbench.reports.results import CellReport
+from workbench.reports.output_report import CellReport
 from workbench.trace import check
 from workbench.trace.columns import Trace
 

@@ -39,8 +39,8 @@ from workbench.live.messages import (
 )
 from workbench.protocol.policy import ModelPolicy
 from workbench.protocol.rank_messages import WrapClass
+from workbench.reports.history_report import PastCommand
 from workbench.reports.output_report import OutputLine
-from workbench.reports.results import PastCommand
 from workbench.session.snapshot import LastResult
 
 FILE = REPO / "extension" / "tests" / "answers.ts"

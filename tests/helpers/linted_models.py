@@ -39,7 +39,7 @@ from workbench.errors import UsageError
 from workbench.protocol.commands import Lint, Step, Verify, VerifyReply
 from workbench.protocol.lint_reply import LintReply
 from workbench.reports.lint_faults import lint_faults
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 from workbench.trace import TraceBuilder
 from workbench.trace.columns import Trace
@@ -1176,7 +1176,7 @@ def verified(name):
     replies = [trained[name][-1] for _, trained, _ in _by_rank(_suffix(name))]
     if isinstance(replies[0], str):
         return replies[0]
-    return SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in replies])
+    return verify_report([decode(VerifyReply, reply, "reply") for reply in replies])
 
 
 def faults_of(name):

@@ -14,7 +14,7 @@ from workbench import Workbench
 from workbench.errors import RankDied, RankError
 from workbench.magics.command_lines import parse_line
 from workbench.replay import collectives
-from workbench.reports.pause_results import StopReport
+from workbench.reports.pause_reports import StopReport
 from workbench.reports.stop_positions import live_units
 from workbench.trace import check
 from workbench.trace.columns import steps

@@ -11,7 +11,7 @@ from tests.helpers.notebook_model import CELL, fresh_cell
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.replay import memory, states, training
-from workbench.reports.pause_results import StopReport
+from workbench.reports.pause_reports import StopReport
 from workbench.trace import check, load
 from workbench.trace.keyframe import advance
 

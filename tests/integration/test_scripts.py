@@ -13,7 +13,7 @@ from tests.helpers.warm_python import torchrun
 from workbench import Workbench
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.rank_messages import LocateLine
-from workbench.reports.pause_results import StopReport
+from workbench.reports.pause_reports import StopReport
 
 pytestmark = pytest.mark.cluster
 

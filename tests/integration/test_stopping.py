@@ -11,7 +11,7 @@ from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.errors import Interrupted, RankError, UsageError
-from workbench.reports.pause_results import StopReport
+from workbench.reports.pause_reports import StopReport
 from workbench.trace import advance
 
 pytestmark = pytest.mark.cluster

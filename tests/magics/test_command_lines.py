@@ -32,8 +32,8 @@ from workbench.protocol.commands import (
     command,
     summary,
 )
-from workbench.reports.pause_results import EndReport
-from workbench.reports.results import SAYS
+from workbench.reports.pause_reports import EndReport
+from workbench.reports.report_makers import REPORT_MAKERS
 from workbench.views import VIEWS
 from workbench.workbench import Workbench, on_ranks
 
@@ -314,7 +314,9 @@ class Tally(Command):
 def test_a_command_is_its_declaration_handler_and_report(notebook, monkeypatch):
     monkeypatch.setitem(WORDS, "tally", Tally)
     monkeypatch.setitem(commands.ON_RANKS, "tally", Tally)
-    monkeypatch.setitem(SAYS, Tally, lambda by_rank: EndReport(sentence=f"{sum(t.count for t in by_rank)} in all"))
+    monkeypatch.setitem(
+        REPORT_MAKERS, Tally, lambda by_rank: EndReport(sentence=f"{sum(t.count for t in by_rank)} in all")
+    )
     notebook.fake.script["tally"] = gives({"count": 3})  # what a rank does
     assert notebook.ok("%fsdp tally model --of params").shown[0]["text/plain"] == "12 in all"
     assert notebook.fake.log[-1] == ("execute", Tally("model", of="params"))

@@ -12,7 +12,7 @@ from workbench.cluster.pending_replies import Output
 from workbench.errors import Interrupted, RankError, UsageError
 from workbench.magics import register, unregister
 from workbench.protocol.example import EXAMPLE, INSERTED
-from workbench.reports.results import ShardReport
+from workbench.reports.sharding_reports import ShardReport
 from workbench.session.outputs import WIDGET_MIME, WIDGET_NOTE
 from workbench.session.waiter import ASK_S
 from workbench.views.theme import PLOTLY_MIME

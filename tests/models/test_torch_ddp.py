@@ -13,7 +13,7 @@ from workbench.events import C10D, TORCH_DDP, Category, Edge, Kind
 from workbench.models import c10d
 from workbench.models._torch_private import HAS_HOOKS
 from workbench.replay.collectives import compare
-from workbench.reports.results import sharded_models
+from workbench.reports.status_report import sharded_models
 from workbench.views import draw
 from workbench.views.theme import title_and_subtitle
 

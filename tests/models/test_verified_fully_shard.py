@@ -13,7 +13,7 @@ from tests.runtime.test_verify_recipes import SETUP
 from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 
 OPTIONS = {
@@ -241,7 +241,7 @@ def split_in_two_ways(engine, rows):
 def test_tensor_parallelism_with_fully_shard(engine):
     rows = [*SOUND.values(), *(row for row, *_ in FAULTY.values())]
     by_rank = zip(*run(4, split_in_two_ways, engine, rows, timeout_s=600), strict=True)
-    reports = [SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in replies]) for replies in by_rank]
+    reports = [verify_report([decode(VerifyReply, reply, "reply") for reply in replies]) for replies in by_rank]
     for name, report in zip(SOUND, reports[: len(SOUND)], strict=True):
         assert report.ok and report.faults == (), (name, str(report))  # noqa: PT018
     for (name, (_, rule, words)), report in zip(FAULTY.items(), reports[len(SOUND) :], strict=True):

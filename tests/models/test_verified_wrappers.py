@@ -15,7 +15,7 @@ from tests.runtime.test_verify_faults import Block, make, report_of
 from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 
 CPU = torch.device("cpu")
@@ -212,7 +212,7 @@ def is_never_averaged(way):
 @pytest.mark.parametrize("way", ["module", "no_sync", "right"])
 def test_gradients_that_are_never_averaged(way):
     replies = run(2, is_never_averaged, way)
-    report, after = (SAYS[Verify]([decode(VerifyReply, reply[i], "reply") for reply in replies]) for i in range(2))
+    report, after = (verify_report([decode(VerifyReply, reply[i], "reply") for reply in replies]) for i in range(2))
     assert after.ok
     assert [fault.rule for fault in report.faults] == ([] if way == "right" else ["no-sync-left-on"])
     if way != "right":

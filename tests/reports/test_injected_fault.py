@@ -4,16 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, FaultReply
-from workbench.reports.injected_fault import FaultListReport, instrument_words
-from workbench.reports.results import SAYS
+from workbench.reports.injected_fault import FaultListReport, inject_report, instrument_words
 
 REPLY = FaultReply(name="straggler", rank=1, unit="blocks.0", ms=200, is_on=True)
 
 
 def report(**changes):
-    return SAYS[InjectFault]([replace(REPLY, **changes)] * 2)
+    return inject_report([replace(REPLY, **changes)] * 2)
 
 
 def test_a_fault_that_is_on_says_what_names_it():

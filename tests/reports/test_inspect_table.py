@@ -3,7 +3,7 @@ from dataclasses import replace
 from workbench.events import UnitState
 from workbench.protocol.inspect_reply import FullFacts, InspectReply, OptimizerFacts, ShardFacts, TensorFacts
 from workbench.reports.inspect_table import cells_of, table_of, unit_of
-from workbench.reports.pause_results import EvalReport, InspectReport
+from workbench.reports.pause_reports import EvalReport, InspectReport
 
 HERE = {"dtype": "float32", "device": "cpu"}
 TENSOR = TensorFacts(shape=(8, 16), num_bytes=512, norm=1.8251, mean=-0.000125, max_abs=0.5, **HERE)

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import json_schema
 from tests.replay.test_run_positions import gather
-from tests.reports.test_results import REPORTS
+from tests.reports.test_report import REPORTS
 from tests.reports.test_run_where import DONE, RUNS, alive, quiet, report
 from workbench.errors import RankDied, RankError, UsageError
 from workbench.events import Kind

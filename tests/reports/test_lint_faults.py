@@ -1,11 +1,11 @@
 """What ranks find becomes one list: equal faults once, others with their ranks, and comparisons of ranks."""
 
 from workbench.base.fault import Fault
-from workbench.protocol.commands import Lint, Shard, ShardReply
+from workbench.protocol.commands import ShardReply
 from workbench.protocol.lint_reply import LintReply, RankComparison
-from workbench.reports import lint_report
 from workbench.reports.lint_faults import abstained, lint_faults, num_decided
-from workbench.reports.results import SAYS
+from workbench.reports.lint_report import LintReport, lint_report
+from workbench.reports.sharding_reports import shard_report
 
 RULES = ("stale", "buffers", "data", "small")
 SMALL = Fault(rule="small", verdict="units are small", evidence=("9 units",), fix="%fsdp reshard model")
@@ -70,16 +70,16 @@ def test_a_rule_that_abstains_on_one_rank_is_not_counted():
 
 
 def test_the_report_names_the_models_if_nothing_was_found():
-    report = SAYS[Lint]([reply(abstained=("data: unknown",))] * 2)
-    assert isinstance(report, lint_report.LintReport)
+    report = lint_report([reply(abstained=("data: unknown",))] * 2)
+    assert isinstance(report, LintReport)
     assert str(report) == "model: no faults found by 3 checks\n  not checked  data: unknown"
-    assert SAYS[Lint]([reply(SMALL)]).headline == report.problem + "units are small"
+    assert lint_report([reply(SMALL)]).headline == report.problem + "units are small"
 
 
 def test_shard_adds_one_note_on_the_worst_fault():
     def sharded(*faults):
         sizes = dict.fromkeys(("num_params", "num_elements", "bytes_unsharded", "bytes_at_rest", "optimizers"), 0)
-        return SAYS[Shard]([ShardReply(model="model", units=(), lint=reply(*faults), **sizes)])
+        return shard_report([ShardReply(model="model", units=(), lint=reply(*faults), **sizes)])
 
     assert sharded().notes == ()
     assert sharded(SMALL).notes == ("units are small. %fsdp reshard model",)

@@ -6,7 +6,7 @@ from tests.helpers.trace_strategies import example_trace
 from workbench.events import Edge, Kind, Phase
 from workbench.protocol.rank_messages import EventInfo, Hold, Position, StepPosition
 from workbench.reports.event_text import event_words, unit_names
-from workbench.reports.pause_results import row_of
+from workbench.reports.pause_reports import row_of
 from workbench.reports.stop_positions import (
     StopGroup,
     describe,

@@ -1,5 +1,5 @@
 from workbench.protocol.rank_messages import Frame, Thread
-from workbench.reports.pause_results import WhereReport, WhereRow
+from workbench.reports.pause_reports import WhereReport, WhereRow
 from workbench.reports.threads import lines_of
 
 WAIT = Frame(text="threading.py:331 in wait: acquire()", is_python=True)

@@ -32,7 +32,7 @@ from tests.helpers.small_models import make_net
 from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import InjectFault, Load, Save, Shard, Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime.checkpoint_files import PARTIAL, CheckpointRecord, checkpoint_at
 from workbench.runtime.checkpoint_writer import CheckpointWriter, MemoryFile
 from workbench.runtime.program_state import reachable
@@ -538,7 +538,9 @@ def check_rest(ns, folder, proved):
 @pytest.fixture(scope="module")
 def proved(tmp_path_factory):
     by_rank = run(2, proofs, str(tmp_path_factory.mktemp("proofs")))
-    return {name: SAYS[Verify]([decode(VerifyReply, found[name], "reply") for found in by_rank]) for name in by_rank[0]}
+    return {
+        name: verify_report([decode(VerifyReply, found[name], "reply") for found in by_rank]) for name in by_rank[0]
+    }
 
 
 PROOFS = {

@@ -16,7 +16,8 @@ from workbench.events import Category, Edge, Kind
 from workbench.protocol.commands import Shard, ShardReply, Step, Unshard, Verify, VerifyReply
 from workbench.protocol.rank_messages import ListNames, Locate
 from workbench.replay.units import unmanaged_notes
-from workbench.reports.results import SAYS
+from workbench.reports.sharding_reports import shard_report
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import model_summary
 from workbench.runtime import rank as rank_module
 from workbench.trace import header_from_dict, key_frame_from_dict
@@ -130,7 +131,7 @@ def classes_chosen():
 def test_an_automatic_wrap_class_is_reported_and_a_given_one_is_not():
     for replies in run(1, classes_chosen):
         assert [reply.chosen for reply in replies] == [None, ("Block",), ()]
-        named, chosen, alone = (dict(SAYS[Shard]([reply]).facts()) for reply in replies)
+        named, chosen, alone = (dict(shard_report([reply]).facts()) for reply in replies)
         assert "wrapped" not in named
         assert chosen["wrapped"] == "Block, the class repeated most; to choose another: --wrap CLASS"
         assert alone["wrapped"] == "nothing: no list of modules repeats a class; to choose another: --wrap CLASS"
@@ -467,8 +468,8 @@ def unmanaged():
 
 def test_unmanaged_parameters_are_named_with_a_remedy():
     replies = run(2, unmanaged)
-    shard = SAYS[Shard]([decode(ShardReply, sharded, "reply") for sharded, *_ in replies])
-    verify = SAYS[Verify]([decode(VerifyReply, verified, "reply") for _, verified, _ in replies])
+    shard = shard_report([decode(ShardReply, sharded, "reply") for sharded, *_ in replies])
+    verify = verify_report([decode(VerifyReply, verified, "reply") for _, verified, _ in replies])
     assert shard.bytes_at_rest == (4 * (8 + 3), 4 * (8 + 3))
     assert shard.bytes_unsharded == 4 * (16 + 3)
     carried, params = shard.notes

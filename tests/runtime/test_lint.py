@@ -13,7 +13,7 @@ from workbench.models.own import OwnParam, OwnUnits
 from workbench.protocol.commands import Lint, Reshard, Shard, ShardReply, Unshard, Verify
 from workbench.protocol.lint_reply import LintReply
 from workbench.protocol.policy import APIS, ENGINES
-from workbench.reports.results import SAYS
+from workbench.reports.sharding_reports import shard_report
 
 WIDE = 160  # three blocks of this width are no toy
 
@@ -88,7 +88,7 @@ def noted():
 
 
 def notes_of(replies):
-    return SAYS[Shard]([decode(ShardReply, reply, "reply") for reply in replies]).notes
+    return shard_report([decode(ShardReply, reply, "reply") for reply in replies]).notes
 
 
 def test_shard_and_reshard_name_a_fault_unasked_whatever_runs_the_model():

@@ -15,7 +15,7 @@ from workbench.engine import classic
 from workbench.engine.classic import FullyShardedDataParallel
 from workbench.errors import UsageError
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
-from workbench.reports.results import sharded_models
+from workbench.reports.status_report import sharded_models
 from workbench.runtime import rank as rank_module
 from workbench.runtime.inspection import inspect
 from workbench.trace.invariants import check

@@ -6,7 +6,7 @@ from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_recipes import RECIPES, SETUP
 from workbench.base.codec import decode
 from workbench.protocol.commands import Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 
 HIDDEN = """
@@ -59,7 +59,10 @@ def replies_of(*sources):
 
 def reports_of(*sources):
     for each in zip(*run(2, replies_of, *sources, timeout_s=600), strict=True):
-        yield SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply, *_ in each]), [losses for _, *losses in each]
+        yield (
+            verify_report([decode(VerifyReply, reply, "reply") for reply, *_ in each]),
+            [losses for _, *losses in each],
+        )
 
 
 def test_a_sound_step_gives_the_same_bits_twice_and_nothing_changes():

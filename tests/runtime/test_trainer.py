@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.helpers.booted_ranks import execute, namespace, run
 from workbench.base.codec import decode
 from workbench.protocol.commands import Shard, Step, StepReply
-from workbench.reports.results import SAYS
+from workbench.reports.step_reports import step_report
 from workbench.runtime.trainer import loss_of
 
 
@@ -124,11 +124,11 @@ def steps_of_cases():
 def test_a_model_that_nothing_averages_is_named_and_ranks_with_more_rows():
     by_rank = run(2, steps_of_cases)
     replies = {name: [decode(StepReply, own[name], "reply") for own in by_rank] for name in by_rank[0]}
-    notes = {name: SAYS[Step](own).notes for name, own in replies.items()}
+    notes = {name: step_report(own).notes for name, own in replies.items()}
     (note,) = notes.pop("uneven")
     assert re.match(r"batches had unequal rows in 1 of 2 steps \(step \d+: 2 on rank 0, 3 on rank 1\), ", note)
     assert notes == {case.__name__: () for case in CASES if case is not uneven} | {
         "plain": ("no collective was issued: model is not sharded; %fsdp shard model",),
         "beside_a_sharded_one": ("no collective was issued: model2 is not sharded; %fsdp shard model2",),
     }
-    assert SAYS[Step](replies["plain"][:1]).notes == ()  # one rank has nothing to average
+    assert step_report(replies["plain"][:1]).notes == ()  # one rank has nothing to average

@@ -9,7 +9,7 @@ from tests.helpers.booted_ranks import execute, models_here, namespace, run
 from workbench import engine as ours
 from workbench.engine import classic
 from workbench.protocol.commands import Step, StepReply
-from workbench.reports.results import SAYS
+from workbench.reports.step_reports import step_report
 
 CASES = {}
 
@@ -251,6 +251,6 @@ def test_other_loops():
 def test_the_sentence_names_the_optimizer_once(ranks):
     quiet = {"steps_done": 1, "losses": None, "seconds": (0.2,), "optimizer_steps": 1, "first_step": 0}
     replies = [StepReply(**quiet, never_cleared=("opt",) if rank in ranks else ()) for rank in range(2)]
-    assert SAYS[Step](replies).notes == (
+    assert step_report(replies).notes == (
         "nothing clears the gradients that opt has used, and the next backward adds to them: opt.zero_grad()",
     )

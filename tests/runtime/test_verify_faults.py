@@ -15,7 +15,7 @@ from workbench.base.codec import decode
 from workbench.engine import fully_shard
 from workbench.errors import UsageError
 from workbench.protocol.commands import Shard, Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 
 
@@ -135,7 +135,7 @@ def verified(step=train, *, steps=1):
 
 def report_of(world_size, function, *args):
     """Run ``function`` on ranks; return the report of their replies."""
-    return SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in on_ranks(world_size, function, *args)])
+    return verify_report([decode(VerifyReply, reply, "reply") for reply in on_ranks(world_size, function, *args)])
 
 
 def facts(report):
@@ -311,7 +311,7 @@ def never_reduces(is_on):
 @pytest.mark.usefixtures("engine")
 def test_a_unit_that_is_never_reduced():
     replies = on_ranks(2, never_reduces, False)
-    report = SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply, _ in replies])
+    report = verify_report([decode(VerifyReply, reply, "reply") for reply, _ in replies])
     assert [fault.rule for fault in report.faults] == ["no-sync-left-on"]
     assert report.headline.endswith("gradients of unit 0 were never reduced")
     assert any(text.startswith("4 parameters without a gradient at the optimizer's step: 0.") for text in facts(report))

@@ -9,7 +9,7 @@ from tests.runtime.test_verify_recipes import SETUP
 from workbench.base.codec import decode
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
-from workbench.reports.results import SAYS
+from workbench.reports.verify_report import verify_report
 from workbench.runtime import rank as rank_module
 
 STEP = """
@@ -114,7 +114,7 @@ def replies_to(*sources):
 def reports_of(*sources):
     by_rank = run(2, replies_to, *sources, timeout_s=600)
     return [
-        each[0] if isinstance(each[0], str) else SAYS[Verify]([decode(VerifyReply, reply, "reply") for reply in each])
+        each[0] if isinstance(each[0], str) else verify_report([decode(VerifyReply, reply, "reply") for reply in each])
         for each in zip(*by_rank, strict=True)
     ]
 

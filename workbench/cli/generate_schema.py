@@ -27,7 +27,7 @@ from workbench.cli.grade import GradeReport
 from workbench.reports.fault_report import FaultReport
 from workbench.reports.json_document import VERSION, ErrorFacts, members, schema_path
 from workbench.reports.report import Report
-from workbench.reports.results import UntilReport
+from workbench.reports.step_reports import UntilReport
 from workbench.reports.view_numbers import ViewReport, WindowReport
 
 Schema = dict[str, Any]

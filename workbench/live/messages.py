@@ -49,8 +49,8 @@ from workbench.base.codec import NotFinite, decode_named
 from workbench.events import Kind, UnitState
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.shards import AtRest
+from workbench.reports.history_report import PastCommand
 from workbench.reports.output_report import OutputLine
-from workbench.reports.results import PastCommand
 from workbench.reports.stop_positions import State as Health
 from workbench.session.snapshot import Exchange, LastResult
 

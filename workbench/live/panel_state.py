@@ -33,7 +33,7 @@ from workbench.replay.grouping import by_value
 from workbench.replay.shards import ParamShards, at_rest, pieces, shards, totals, unit_shards
 from workbench.reports.clock_text import clock_words
 from workbench.reports.event_text import unit_names
-from workbench.reports.pause_results import row_of
+from workbench.reports.pause_reports import row_of
 from workbench.reports.stop_positions import live_units
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot
 from workbench.trace.columns import Trace

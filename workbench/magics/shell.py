@@ -36,8 +36,11 @@ from workbench.protocol.example import EXAMPLE, INSERTED
 from workbench.reports.explain_report import ExplainReport, linked
 from workbench.reports.explanations import ANSWERS
 from workbench.reports.json_document import document, to_line
-from workbench.reports.pause_results import StopReport
-from workbench.reports.results import CellReport, RunReport, ShardReport, StartReport, StepReport
+from workbench.reports.output_report import CellReport
+from workbench.reports.pause_reports import StopReport
+from workbench.reports.sharding_reports import ShardReport
+from workbench.reports.status_report import StartReport
+from workbench.reports.step_reports import RunReport, StepReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths

@@ -6,8 +6,8 @@ docstring of a command is its help, and its fields are its arguments, on the lin
 methods' signatures from here). A command for ranks is sent to them as plain data.
 
 To add a command that runs on ranks: declare it here under :func:`command`, with the type of its reply; write its
-handler in ``runtime/``, under :func:`workbench.runtime.command_handlers.does`; and its report in
-``reports/results.py``, under ``@says``. It then has a parser, a help text, completion and a method.
+handler in ``runtime/``, under :func:`workbench.runtime.command_handlers.does`; and the function that makes its report,
+with a row in :mod:`workbench.reports.report_makers`. It then has a parser, a help text, completion and a method.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from workbench.protocol.policy import (
 
 R_co = TypeVar("R_co", covariant=True)
 C = TypeVar("C", bound="Command")
-F = TypeVar("F", bound=Callable[..., Any])
+
 Q = TypeVar("Q", bound="RankRequest[Any]")
 
 NEXT = ("event", "collective", "unit", "phase")
@@ -105,16 +105,6 @@ def summary(command: type[Command]) -> str:
     """Return the first line of a command's docstring."""
     first = (command.__doc__ or "").strip().partition("\n")[0].rstrip(".")
     return first[:1].lower() + first[1:]
-
-
-def registered(table: dict[type[Command], Any], command: type[Command]) -> Callable[[F], F]:
-    """Return a decorator that enters a function into ``table`` as the one for ``command``."""
-
-    def note(function: F) -> F:
-        table[command] = function
-        return function
-
-    return note
 
 
 class RankRequest(Generic[R_co]):

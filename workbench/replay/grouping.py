@@ -108,3 +108,27 @@ def join_names(names: Sequence[str]) -> str:
         raise ValueError(f"expected names that differ in their numbers only, got {', '.join(names) or 'none'}")
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(parts[0] if len(set(parts)) == 1 else ranges(map(int, parts)).replace(" ", "") for parts in columns)
+
+
+def by_rank_words(values: Sequence[str]) -> str:
+    """Return the texts with their ranks, equal ones once, without empty ones: ``"cpu on every rank"``."""
+    return "; ".join(
+        f"{value} {on_words(own, len(values))}" for value, own in by_value(enumerate(values)).items() if value
+    )
+
+
+def on_words(ranks: Sequence[int], num_ranks: int) -> str:
+    """Return on which of all ranks something is so: ``on every rank``, ``on ranks 1, 3``."""
+    return "on every rank" if len(ranks) == num_ranks else f"on {label(ranks)}"
+
+
+def first_on_words(ranks: Sequence[int], num_ranks: int) -> str:
+    """Return on which ranks something was so first, unless it was so on all at once."""
+    return f"{', first' if len(ranks) < num_ranks else ''} {on_words(ranks, num_ranks)}"
+
+
+def notes_of(by_rank: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the notes of all ranks, each once, with the ranks that have it unless all have."""
+    found = dict.fromkeys(note for notes in by_rank for note in notes)
+    having = {note: [rank for rank, notes in enumerate(by_rank) if note in notes] for note in found}
+    return tuple(note if len(ranks) == len(by_rank) else f"{note} ({label(ranks)})" for note, ranks in having.items())

@@ -1,4 +1,4 @@
-"""The reports of ``save`` and ``load``, and what ``verify --resume`` makes of a checkpoint."""
+"""The reports of ``save``, ``load`` and ``snapshot``, and what ``verify --resume`` makes of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from workbench.base.text_formats import format_bytes, format_duration, plural
 from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
-from workbench.protocol.commands import Load, Save
+from workbench.protocol.commands import SnapshotReply
+from workbench.replay.grouping import notes_of
 from workbench.reports.report import Report
-from workbench.reports.results import notes_of, says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +69,30 @@ def saved_report(by_rank: Sequence[SaveReply]) -> SaveReport:
     return SaveReport(**{**vars(by_rank[0]), **of_all})
 
 
-says(Save)(saved_report)
-
-
-@says(Load)
-def _load(by_rank: Sequence[LoadReply]) -> LoadReport:
+def loaded_report(by_rank: Sequence[LoadReply]) -> LoadReport:
+    """Return the report of one loaded checkpoint."""
     return LoadReport(**{**vars(by_rank[0]), "notes": notes_of([loaded.notes for loaded in by_rank])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotReport(SnapshotReply, Report):
+    """A snapshot was taken.
+
+    Attributes:
+        num_bytes: bytes of the largest state of a rank.
+        kept_bytes: the largest number of bytes of snapshots that a rank keeps.
+        seconds: how long it took.
+    """
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return (
+            f"snapshot taken in {self.seconds:.2f} s: each rank keeps its state, {format_bytes(self.num_bytes)}, and "
+            f"that of the rank before; {format_bytes(self.kept_bytes)} in all"
+        )
+
+
+def snapshot_report(by_rank: Sequence[SnapshotReply]) -> SnapshotReport:
+    """Return the report of one snapshot of all ranks."""
+    return SnapshotReport(**{name: max(vars(each)[name] for each in by_rank) for name in vars(by_rank[0])})

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from workbench.base.text_formats import plural
-from workbench.protocol.commands import InjectFault
 from workbench.protocol.fault_kinds import KINDS, RANDOM, FaultKind, FaultReply
 from workbench.reports.report import Report
-from workbench.reports.results import says
 
 _TIMED_STEPS = max(kind.steps for kind in KINDS.values() if kind.shown_by.startswith("explain"))
 
@@ -64,8 +62,8 @@ def instrument_words(kind: FaultKind) -> str:
     return f"{kind.shown_by} of %fsdp step"
 
 
-@says(InjectFault)
-def _inject(by_rank: Sequence[FaultReply]) -> InjectReport:
+def inject_report(by_rank: Sequence[FaultReply]) -> InjectReport:
+    """Return the report of one fault."""
     first = by_rank[0]
     if first.is_hidden and first.is_on:
         return InjectReport(name=RANDOM, is_on=True)

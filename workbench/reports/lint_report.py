@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply
 from workbench.reports.fault_report import FaultReport
 from workbench.reports.lint_faults import abstained, lint_faults, num_decided
-from workbench.reports.results import says
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,8 @@ class LintReport(FaultReport):
         return super().headline if self.faults else f"{', '.join(self.models)}: {super().headline}"
 
 
-@says(Lint)
-def _lint(by_rank: Sequence[LintReply]) -> LintReport:
+def lint_report(by_rank: Sequence[LintReply]) -> LintReport:
+    """Return the report of the checks of all ranks."""
     return LintReport(
         models=by_rank[0].models,
         faults=lint_faults(by_rank),

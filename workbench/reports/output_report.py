@@ -1,9 +1,10 @@
-"""What the ranks printed, as a report."""
+"""What the ranks printed, as the reports of ``output`` and of a cell."""
 
 from __future__ import annotations
 
 import html
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +67,28 @@ class OutputReport(Report):
 
     def _repr_html_(self) -> str:
         return self.as_html(lambda text: f'<span style="{_AS_PRINTED}">{html.escape(text)}</span>')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellReport(Report):
+    """A cell ran on ranks.
+
+    Attributes:
+        texts: output of each rank as plain text, by rank.
+        remarks: whether and how the ranks' output differs; ``""`` if there was none.
+    """
+
+    texts: Mapping[int, str]
+    remarks: str = ""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+        return f"ran on {label(self.texts)}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return the output of each rank."""
+        return [(f"rank {rank}", text.strip()) for rank, text in self.texts.items() if text.strip()]
 
 
 def _origin(line: OutputLine) -> str:

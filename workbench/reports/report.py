@@ -21,6 +21,11 @@ def meanings(terms: Iterable[str]) -> list[tuple[str, str]]:
     return [(term, MEANINGS[term]) for term in terms]
 
 
+def next_facts(line: str) -> list[tuple[str, str]]:
+    """Return the fact that says what to type next."""
+    return [("next", line)] if line else []
+
+
 class Report(ABC):
     """Base of all reports: a headline, and facts as (name, value) pairs. All plain text.
 

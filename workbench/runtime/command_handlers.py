@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from workbench.events import Unit
 from workbench.models.engines import Watch
-from workbench.protocol.commands import Command, Shard, registered
+from workbench.protocol.commands import Command, Shard
 from workbench.protocol.fault_kinds import FaultReply
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.distributed import ProcessGroups
@@ -72,4 +72,9 @@ DOES: dict[type[Command], Doing] = {}
 
 def does(command: type[Command]) -> Callable[[D], D]:
     """Register the decorated function as the one that runs ``command`` on every rank."""
-    return registered(DOES, command)
+
+    def register(function: D) -> D:
+        DOES[command] = function
+        return function
+
+    return register

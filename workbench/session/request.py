@@ -13,9 +13,10 @@ from workbench.cluster.pending_replies import Output, PendingReplies
 from workbench.errors import RankDied
 from workbench.protocol.breakpoints import Breakpoint
 from workbench.protocol.commands import Command, Run, Step, to_text
-from workbench.reports.pause_results import StopReport
+from workbench.reports.output_report import CellReport
+from workbench.reports.pause_reports import StopReport
 from workbench.reports.report import Report
-from workbench.reports.results import SAYS, CellReport
+from workbench.reports.report_makers import REPORT_MAKERS
 from workbench.reports.step_progress import Follower, Progress
 from workbench.reports.stop_positions import StopGroup
 from workbench.session.outputs import OnOutput, Stream, text_of
@@ -183,7 +184,7 @@ class CommandTask(_OutputTask):
     def finish(self, results: dict[int, Any], listener: RequestListener) -> Report:
         """Forward the rest of the output and return the report."""
         self._stream.finish(listener.on_output, also_agreement=True)
-        return SAYS[type(self.command)]([self._answer(rank, results) for rank in sorted(results)])
+        return REPORT_MAKERS[type(self.command)]([self._answer(rank, results) for rank in sorted(results)])
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
         """Return the command with the first rank's reply; of a script only its name, as it is a script already."""

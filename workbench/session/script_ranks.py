@@ -25,7 +25,8 @@ from workbench.protocol.starting import Boot, Connect, HostInfo
 from workbench.reports.failures import Failure, to_error
 from workbench.reports.lint_report import LintReport
 from workbench.reports.report import Report
-from workbench.reports.results import SAYS, VerifyReport
+from workbench.reports.report_makers import REPORT_MAKERS
+from workbench.reports.verify_report import VerifyReport
 from workbench.session.outputs import OnOutput, Stream
 from workbench.session.variable_check import check, with_script
 from workbench.trace import header_from_dict
@@ -150,7 +151,7 @@ class ScriptRanks:
         header = header_from_dict(self._call("ask", encode(Drain(known=known)))[0]["header"])
         check(command, names, header, self._num_ranks, lambda _: False)
         replies = self._call("execute", to_dict(command))
-        return SAYS[type(command)]([decode(type(command).reply, reply, "reply") for reply in replies])
+        return REPORT_MAKERS[type(command)]([decode(type(command).reply, reply, "reply") for reply in replies])
 
     def _ask(self, request: ListModels | ListNames) -> list[Any]:
         return [decode(type(request).reply, answer, "answer") for answer in self._call("ask", encode(request))]

@@ -56,10 +56,10 @@ from workbench.reports.failures import (
     to_error,
     what_is_left,
 )
-from workbench.reports.pause_results import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
+from workbench.reports.pause_reports import BackgroundReport, EndReport, StopReport, WhereReport, WhereRow, row_of
 from workbench.reports.report import Report
-from workbench.reports.results import UntilReport
 from workbench.reports.stall_cause import parted, stall_cause
+from workbench.reports.step_reports import UntilReport
 from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints

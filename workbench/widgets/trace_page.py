@@ -15,7 +15,7 @@ import json
 from plotly.offline import get_plotlyjs
 
 from workbench.base.text_formats import plural
-from workbench.reports.results import sharded_models
+from workbench.reports.status_report import sharded_models
 from workbench.trace.columns import Trace, steps
 from workbench.views import draw
 from workbench.widgets.js_bundle import STATIC, joined

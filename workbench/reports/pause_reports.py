@@ -1,4 +1,4 @@
-"""Results of the commands for pausing, inspecting and resuming: reports as in :mod:`workbench.reports.results`."""
+"""The reports of the commands for pausing, inspecting and resuming."""
 
 from __future__ import annotations
 

@@ -12,25 +12,16 @@ from tests.helpers.trace_strategies import example_trace
 from tests.views.test_theme import contrast
 from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import ERROR_TEXT
-from workbench.protocol.commands import ON_RANKS, Step, StepReply, Verify, VerifyReply
+from workbench.protocol.commands import ON_RANKS, StepReply, VerifyReply
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.reports.pause_results import EndReport
-from workbench.reports.results import (
-    SAYS,
-    CellReport,
-    ExportReport,
-    ModelStatus,
-    OpenReport,
-    RankStatus,
-    ReshardReport,
-    ShardReport,
-    StartReport,
-    StatusReport,
-    StepReport,
-    UnshardReport,
-    VerifyReport,
-    sharded_models,
-)
+from workbench.reports.output_report import CellReport
+from workbench.reports.pause_reports import EndReport
+from workbench.reports.record_reports import ExportReport, OpenReport
+from workbench.reports.report_makers import REPORT_MAKERS
+from workbench.reports.sharding_reports import ReshardReport, ShardReport, UnshardReport
+from workbench.reports.status_report import ModelStatus, RankStatus, StartReport, StatusReport, sharded_models
+from workbench.reports.step_reports import StepReport, step_report
+from workbench.reports.verify_report import VerifyReport, verify_report
 from workbench.trace.schema import ClockReading, Header, HostClock
 
 EVIL = "<img src=x onerror=alert(1)>"
@@ -154,31 +145,31 @@ def test_status_says_which_collectives_are_seen():
 
 def test_ranks_without_a_loss_do_not_count():
     quiet = StepReply(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
-    assert SAYS[Step]([quiet, quiet]).losses is None
+    assert step_report([quiet, quiet]).losses is None
     loud = replace(quiet, losses=(3.0,), seconds=(0.4,))
-    report = SAYS[Step]([quiet, loud])
+    report = step_report([quiet, loud])
     assert (report.losses, report.seconds) == ((3.0,), (0.4,))
 
 
 def test_gradients_that_no_reduction_took_are_named_with_their_ranks():
     quiet = StepReply(steps_done=1, losses=None, seconds=(0.2,), optimizer_steps=1, first_step=0)
     loud = replace(quiet, unreduced=("", "blocks.1"))
-    assert SAYS[Step]([quiet, quiet]).unreduced == ""
-    some, every = SAYS[Step]([quiet, loud]).headline, SAYS[Step]([loud, loud]).headline
+    assert step_report([quiet, quiet]).unreduced == ""
+    some, every = step_report([quiet, loud]).headline, step_report([loud, loud]).headline
     assert "; gradients of (root), blocks.1 were not reduced on rank 1: call backward after" in some
     assert "; gradients of (root), blocks.1 were not reduced on every rank: call backward after" in every
 
 
 def test_losses_belong_to_their_steps():
     done = StepReply(steps_done=3, losses=(None, 2.0, None), seconds=(0.2,) * 3, optimizer_steps=3, first_step=0)
-    report = SAYS[Step]([done, replace(done, losses=(1.0, 4.0, None))])
+    report = step_report([done, replace(done, losses=(1.0, 4.0, None))])
     assert report.losses == (1.0, 3.0, None)
     assert "3 steps, loss 1 -> 3, " in report.headline
 
 
 def test_every_rank_command_has_a_handler_and_a_report():
-    assert set(SAYS) == set(ON_RANKS.values())
-    assert all(word.reply is not NoneType for word in SAYS)
+    assert set(REPORT_MAKERS) == set(ON_RANKS.values())
+    assert all(word.reply is not NoneType for word in REPORT_MAKERS)
 
 
 def test_lines_of_a_headline_stay_lines_and_are_text():
@@ -329,7 +320,7 @@ def test_nonfinite_losses_are_formatted_as_in_the_panel(losses, expected):
 )
 def test_verify_names_ranks_as_step_does(buffers, since, expected):
     same = {"num_params": 1, "max_abs_diff": 0.0, "max_rel_diff": 0.0, "worst_param": "", "equal_bits": 1, "ok": True}
-    report = SAYS[Verify](
+    report = verify_report(
         [
             VerifyReply(
                 **same, tolerance="", loss_sharded=None, loss_reference=None, buffers_not_finite=bad, since=step
@@ -355,7 +346,7 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_a_step_names_the_first_nonfinite_loss(losses, expected):
     same = {"seconds": (0.1, 0.1, 0.1), "optimizer_steps": 3, "first_step": 5, "unreduced": ()}
-    report = SAYS[Step]([StepReply(steps_done=3, losses=own, **same) for own in losses])
+    report = step_report([StepReply(steps_done=3, losses=own, **same) for own in losses])
     assert report.not_finite == expected
     assert expected in str(report)
     assert bool(expected) == ("loss is" in str(report))
