@@ -29,7 +29,7 @@ from tests.helpers.waiting import wait_until
 from workbench.base.codec import encode
 from workbench.cluster.pending_replies import Output, settle
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
-from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState
+from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState, Verify
 from workbench.protocol.rank_messages import CellLine, GiveUp
 from workbench.session import session, stall_notice, waiter
 from workbench.trace import steps
@@ -834,10 +834,14 @@ def test_hanging_ranks_are_reported_with_their_position(wb, monkeypatch):
     assert re.fullmatch(pattern, sentences[0])
 
 
-def test_the_effect_of_the_next_ctrl_c_is_shown(trained, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "first"),
+    [(Step(), "stops at the next event of ranks 0-3"), (Verify(), "%fsdp verify records no events to stop at")],
+)
+def test_the_effect_of_the_next_ctrl_c_is_shown(trained, monkeypatch, command, first):
     monkeypatch.setattr(waiter, "SIGNAL_AFTER_S", 1000.0)
     monkeypatch.setattr(stall_notice, "AGAIN_S", 0.0)
-    trained.fake.script["step"] = lambda cluster, rank, answer: None
+    trained.fake.script[command.word] = lambda cluster, rank, answer: None
     sentences = []
 
     def on_standing(sentence):
@@ -847,9 +851,9 @@ def test_the_effect_of_the_next_ctrl_c_is_shown(trained, monkeypatch):
 
     press_ctrl_c_on_drain(trained.fake, 1)
     with pytest.raises(Interrupted):
-        trained.step(on_standing=on_standing)
+        trained.do(command, on_standing=on_standing)
     assert sentences == [
-        "stops at the next event of ranks 0-3; Ctrl-C again aborts",
+        f"{first}; Ctrl-C again aborts",
         "aborting; ranks 0-3 still run; Ctrl-C again aborts at once",
         "aborting; ranks 0-3 still run; Ctrl-C again sends SIGINT",
         "aborting; ranks 0-3 still run; Ctrl-C again stops waiting",

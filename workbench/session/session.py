@@ -857,6 +857,8 @@ class Session:
             return ""
         if request.watch.requested == "abort":
             return f"aborting; {label(running)} still {_run(running)}"
+        if request.work.is_command and not isinstance(request.work.command, Run | Step):
+            return f"{request.work.words} records no events to stop at"
         late = [rank for rank in running if rank not in here or state_of(here[rank]) == "running"]
         return f"stops at the next event of {label(late or running)}"
 
