@@ -52,14 +52,24 @@ def train_step():
     return losses[-1]
 """
 STEPS, EVERY = 8, 3
-WITH = {"snapshot": EVERY}, f" --snapshot {EVERY}", 2, ()  # 5 steps were done
-WITHOUT = {}, "", 0, (1,)  # rank 1 has the shards of rank 3
+WITH = {"snapshot": EVERY}, f" --snapshot {EVERY}", 2  # 5 steps were done
+WITHOUT = {}, "", 0
+HOLDERS = {"ddp": (0,), "hybrid": (1,), "classic hybrid": (1,), "torch's hybrid": (1,)}
+"""The rank that has what the last one has, where no snapshots are taken."""
+DDP = "model = torch.nn.parallel.DistributedDataParallel(model)"
 POLICIES = {
-    2: {"fully_shard": {}, "classic": {"api": "classic"}, "mixed": {"mp": "bf16"}, "offload": {"offload": True}},
+    2: {
+        "fully_shard": {},
+        "classic": {"api": "classic"},
+        "mixed": {"mp": "bf16"},
+        "offload": {"offload": True},
+        "ddp": {},
+    },
     4: {
         "classic": {"api": "classic", "orig_params": True},
         "hybrid": {"mesh": (2, 2)},
         "classic hybrid": {"api": "classic", "strategy": "hybrid", "mesh": (2, 2)},
+        "torch's hybrid": {"engine": "torch", "mesh": (2, 2)},
     },
 }
 
@@ -71,9 +81,12 @@ def wb(request):
         yield started
 
 
-def prepare(wb, **policy):
+def prepare(wb, name="", **policy):
     wb.run_cell(MODEL)
-    wb.shard("model", **policy)
+    if name == "ddp":
+        wb.run_cell(DDP)
+    else:
+        wb.shard("model", **policy)
     wb.run_cell(TRAINING)
 
 
@@ -99,15 +112,15 @@ def kill(wb, *ranks):
 def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
     last = wb.num_ranks - 1
     for number, (name, policy) in enumerate(POLICIES[wb.num_ranks].items(), 1):
-        prepare(wb, **policy)
+        prepare(wb, name, **policy)
         wb.step(STEPS)
         expected = losses_of(wb)
-        prepare(wb, **policy)
-        options, words, redone, holder = WITHOUT if "hybrid" in name else WITH
+        prepare(wb, name, **policy)
+        options, words, redone = WITHOUT if name in HOLDERS else WITH
         train_until(wb, {last: 5}, **options)
         healed = wb.heal()
         assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.failed) == ((last,), redone, 0, ()), name
-        assert (healed.replicas, healed.lacking) == (holder, ())
+        assert (healed.replicas, healed.lacking) == (HOLDERS.get(name, ()), ())
         assert healed.next == f"%fsdp step {STEPS - 5}{words}"
         assert losses_of(wb) == {rank: each[:5] for rank, each in expected.items()}, name
         wb.run_cell("doomed.clear()")

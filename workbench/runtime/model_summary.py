@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -12,6 +12,7 @@ from torch import nn
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
 from workbench.engine.module_names import clean, full_name, names_below
 from workbench.events import Param, Unit, unit_words
+from workbench.models.engines import is_sharded
 from workbench.models.ours import WorkbenchModel, params_in_no_unit
 from workbench.models.sharded_model import ShardedModel, join
 from workbench.protocol.commands import ShardReply, UnmanagedState
@@ -86,9 +87,18 @@ def unmanaged(models: Mapping[str, nn.Module], *, buffers: bool = True) -> Unman
 
 
 def sharded_variables() -> dict[str, nn.Module]:
-    """Return the models among the variables that have sharded modules, without those that are part of another model."""
+    """Return the models among the variables that our engine shards, without those that are part of another model."""
+    return _variables(lambda model: bool(states_below(model)))
+
+
+def run_variables() -> dict[str, nn.Module]:
+    """Return the models among the variables that any engine runs, without those that are part of another model."""
+    return _variables(is_sharded)
+
+
+def _variables(matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     models = {name: find_module(name) for name in module_names()}
-    return outermost({name: model for name, model in models.items() if states_below(model)})
+    return outermost({name: model for name, model in models.items() if matches(model)})
 
 
 def name_from_models(models: Iterable[nn.Module]) -> None:

@@ -88,7 +88,7 @@ from workbench.runtime.flush_before_hold import FlushBeforeHold
 from workbench.runtime.gate import Gate, GateRequest
 from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.lint import history_of
-from workbench.runtime.model_summary import outermost, sharded_variables
+from workbench.runtime.model_summary import outermost, run_variables
 from workbench.runtime.namespace import OFFERED, exchange, find_module, module_names, user_namespace, variables
 from workbench.runtime.private_state import PrivateState, PrivateStates
 from workbench.runtime.recorder import NO_STEP, Recorder
@@ -250,7 +250,7 @@ class RankRuntime:
     def _replicas(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shards of all models as this one, itself included; empty: unknown."""
         found: set[int] | None = None
-        for model in sharded_variables().values():
+        for model in run_variables().values():
             for each in self.watch.models_in(model):
                 for unit in each.units:
                     ranks = set(each.layout_of(unit.index).replicas or ())
@@ -268,7 +268,7 @@ class RankRuntime:
 
     def reshard_models(self) -> None:
         """Free the full parameters of all models."""
-        for model in sharded_variables().values():
+        for model in run_variables().values():
             for each in self.watch.models_in(model):
                 each.reshard()
 
