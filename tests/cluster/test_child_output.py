@@ -93,9 +93,10 @@ def test_what_c_code_writes_to_stderr_is_shown_and_in_the_log_if_the_rank_dies(m
     log = "import os, stat; print(stat.S_ISREG(os.fstat(2).st_mode))"
     assert written(cluster, log) == "True\n", "what is written there outlives the process"
     assert written(cluster, "_ = os.write(2, b'from C\\n')", "stderr") == "from C\n"
-    pending = cluster.run_cell("os.write(2, b'last words\\n'); os.abort()")
-    with pytest.raises(RankDied, match=r"SIGABRT; the end of its log:\nfrom C\nlast words$"):
+    pending = cluster.run_cell("import ctypes\nos.write(2, b'last words\\n')\nctypes.string_at(0)")
+    with pytest.raises(RankDied, match=r"SIGSEGV \(line 3 of the cell\); the end of its log:\nfrom C\nlast words$"):
         pending.result(0, PATIENCE_S)
+    assert cluster.losses() == {0: "died: the process was killed by SIGSEGV (line 3 of the cell)"}
 
 
 def test_output_of_a_child_during_a_command_is_shown(cluster):

@@ -14,6 +14,7 @@ The private parts are: ``Client._send``, its sockets, addresses, IO loop, future
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import logging
 import os
@@ -158,6 +159,7 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
     standing["children"] = children = ChildOutput(_freed_log())
+    faulthandler.enable(2)  # which is now the log, where this process has one
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
     kernel.shell.events.register("post_run_cell", lambda _: children.take())

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import psutil
 
+from workbench.base.crash import Crash, read_crash
 from workbench.base.devices import AUTO, DEVICES
 from workbench.base.ports import LOOPBACK, reserved_port
 from workbench.cluster import processes
@@ -325,7 +326,8 @@ class LocalLaunch(EngineProvider):
     def ending(self, rank: int | None) -> str:
         """Return how the process of a rank (None: the controller) ended, in words; ``""`` while it runs.
 
-        Example: ``the process was killed by SIGKILL (as when memory runs out)``.
+        Examples: ``the process was killed by SIGKILL (as when memory runs out)``; ``the process was killed by SIGSEGV
+        (line 3, in train_step)``.
         """
         watched = self._watched[rank]
         if watched.returncode is None:
@@ -335,7 +337,8 @@ class LocalLaunch(EngineProvider):
             who = "the process that ranks are forked from"
         if watched not in self._lacked_memory:
             self._lacked_memory[watched] = watched.returncode == -signal.SIGKILL and self._is_killed_for_memory()
-        return f"{who} {_ending(watched.returncode, has_lacked_memory=self._lacked_memory[watched])}"
+        has_lacked_memory = self._lacked_memory[watched]
+        return f"{who} {_ending(watched.returncode, self._crash(rank), has_lacked_memory=has_lacked_memory)}"
 
     def _is_killed_for_memory(self) -> bool:
         """Return whether the kernel has killed more processes because memory ran out than this was asked for before."""
@@ -352,14 +355,18 @@ class LocalLaunch(EngineProvider):
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""
-        lines = self._log_lines(rank)
-        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else "; its log is empty"
+        lines, empty = self._log_lines(rank), "" if self._crash(rank).reason else "; its log is empty"
+        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else empty
 
     def _log_lines(self, rank: int | None) -> list[str]:
+        """Return the last lines of a process's log, without the stacks of a crash, of which `ending` has the line."""
+        return self._crash(rank).rest.splitlines()[-_LOG_LINES:]
+
+    def _crash(self, rank: int | None) -> Crash:
         try:
-            return self._log_file(rank).read_text(errors="replace").splitlines()[-_LOG_LINES:]
+            return read_crash(self._log_file(rank).read_text(errors="replace"))
         except OSError:
-            return []
+            return read_crash("")
 
     def advice(self, rank: int | None, *others: int | None) -> str:
         """Return the end of a message about processes (None: the controller) that are too slow.
@@ -445,20 +452,23 @@ def check_open_files(num_ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _ending(code: int, *, has_lacked_memory: bool) -> str:
+def _ending(code: int, crash: Crash, *, has_lacked_memory: bool) -> str:
     """Return an exit code in words. Example: -9 -> ``was killed by SIGKILL (as when memory runs out)``.
 
     Args:
         code: the exit code; negative: the signal.
+        crash: the last one in the log.
         has_lacked_memory: whether the kernel has killed a process because memory ran out.
     """
     if code >= 0:
         return f"ended with exit code {code}"
     name = {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
-    why = "as when memory runs out"
-    if has_lacked_memory:
-        why = "memory ran out: the kernel has counted a process that it killed for it"
-    return f"was killed by {name}" + (f" ({why})" if name == "SIGKILL" else "")
+    why = str(crash) if crash.signal in ("", name) else ""  # else another process of this rank wrote it
+    if name == "SIGKILL":
+        why = "as when memory runs out"
+        if has_lacked_memory:
+            why = "memory ran out: the kernel has counted a process that it killed for it"
+    return f"was killed by {name}" + (f" ({why})" if why else "")
 
 
 def _name(rank: int | None) -> str:

@@ -106,7 +106,7 @@ class WhereRow:
         phase: of the step; None: unknown.
         unit: name of the unit; None: none.
         kind: kind of the newest event, or of the one it is held before; None: unknown.
-        event: that event as text; empty: unknown.
+        event: that event as text; empty: unknown; of a rank that is gone, how it was lost.
         breakpoint: number of the breakpoint that holds it, 0 for ``step --until``; None: no breakpoint does.
         for_ns: how long it has been there, in nanoseconds; None: unknown.
         stacks: its Python threads, the main one first; empty if not requested.
@@ -125,9 +125,10 @@ class WhereRow:
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
-        step, since = "" if self.step is None else str(self.step), format_duration(self.for_ns or 0)
+        step = "" if self.step is None else str(self.step)
+        since = "" if self.for_ns is None else format_duration(self.for_ns)
         phase = "" if self.phase is None else self.phase.words
-        return (str(self.rank), self.state, step, phase, self.unit or "", self.event, since if self.event else "")
+        return (str(self.rank), self.state, step, phase, self.unit or "", self.event, since)
 
 
 def row_of(

@@ -6,6 +6,7 @@ import re
 import stat
 from pathlib import Path
 
+from workbench.base.crash import read_crash
 from workbench.trace.recording import Heartbeat, RunEnd, RunStart
 
 CRASH_FILE = "rank{rank}.crash"
@@ -13,17 +14,6 @@ CRASH_FILE = "rank{rank}.crash"
 
 _HEAD = "main thread 0x{ident:016x}\n"
 _MAX_BYTES = 1 << 18
-_SIGNALS = {
-    "Segmentation fault": "SIGSEGV",
-    "Aborted": "SIGABRT",
-    "Bus error": "SIGBUS",
-    "Floating-point exception": "SIGFPE",
-    "Floating point exception": "SIGFPE",
-    "Illegal instruction": "SIGILL",
-}
-_FATAL = re.compile(r"^Fatal Python error: (.+)$", re.MULTILINE)
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)[^\n]*\n((?: {2}[^\n]*\n?)*)", re.MULTILINE)
-_CALL = re.compile(r'^ {2}File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _NOT_SHOWN = re.compile(r"runpy|/workbench/(record|watch)/")
 
 
@@ -47,12 +37,12 @@ def crash_end(path: Path, alive: RunStart | Heartbeat) -> RunEnd | None:
             text = file.read(_MAX_BYTES).decode(errors="replace")
     except OSError:
         return None
-    fatal = _FATAL.search(text)
-    reason = "SIGTERM" if fatal is None else f"{_SIGNALS.get(fatal[1], 'crash')}: {fatal[1][:200]}"
+    crash = read_crash(text)
+    reason = f"{crash.signal or 'crash'}: {crash.reason[:200]}" if crash.reason else "SIGTERM"
     main = re.match(r"main thread 0x([0-9a-f]+)", text)
-    stacks = {int(thread[1], 16): thread[2] for thread in _THREAD.finditer(text)}
-    stack = stacks.get(int(main[1], 16), "") if main else ""
-    calls = [call.groups() for call in _CALL.finditer(stack)]
-    frames = tuple(f"{file}:{line} in {name}" for file, line, name in reversed(calls) if not _NOT_SHOWN.search(file))
+    calls = crash.stacks.get(int(main[1], 16), ()) if main else ()
+    frames = tuple(
+        f"{each.file}:{each.line} in {each.function}" for each in reversed(calls) if not _NOT_SHOWN.search(each.file)
+    )
     t_ns = max(found.st_mtime_ns - alive.wall_ns, 0) + alive.t_ns
     return RunEnd(t_ns=t_ns, reason=reason, frames=frames)
