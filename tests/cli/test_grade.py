@@ -370,10 +370,11 @@ def test_a_check_in_parts_gets_a_part_of_the_points():
         assert grade._of_record(record | {"score": score}, grade.ExpectedCheck(name="b", points=8), 2).score == 0
 
 
-def test_a_notebook_that_takes_too_long_is_ended(tmp_path):
+def test_a_notebook_that_takes_too_long_is_ended_without_a_word_of_its_kernel(tmp_path, capfd):
     found = grade.grade(saved(tmp_path / "x.ipynb", "while True: pass", "check('late', same(1, 1))"), timeout_s=2)
     assert [(check.name, check.status) for check in found.checks] == [("late", "not reached")]
     assert found.problem == "cell 1 was running when the notebook had taken 2 s"
+    assert capfd.readouterr() == ("", "")
 
 
 FLOOD = """

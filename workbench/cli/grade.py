@@ -425,6 +425,14 @@ class _Client(NotebookClient):
             return super().output(outs, msg, display_id, cell_index)
         return None
 
+    async def async_execute_cell(self, *args: Any, **options: Any) -> NotebookNode:  # noqa: ANN401 - as nbclient's
+        """Run a cell; at its limit the kernel is killed, as one that is interrupted while it ends prints its errors."""
+        try:
+            return await super().async_execute_cell(*args, **options)
+        except CellTimeoutError:
+            self.shutdown_kernel = "immediate"
+            raise
+
 
 def _run(notebook: NotebookNode, folder: Path, timeout_s: float, cell_timeout_s: float, *, keep_going: bool) -> str:
     """Run a notebook, which receives the outputs; return why it did not run to its end, or an empty text.
