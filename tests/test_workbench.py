@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.fake_cluster import (
+    KILLED,
     LINT_RESULT,
     SHARD_RESULT,
     FakeCluster,
@@ -27,7 +28,7 @@ from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.waiting import wait_until
 from workbench.base.codec import encode
-from workbench.cluster.pending_replies import Output, settle
+from workbench.cluster.pending_replies import Output, PendingReplies, settle
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState, Verify
 from workbench.protocol.rank_messages import CellLine, GiveUp
@@ -597,6 +598,7 @@ def test_a_dead_rank_frees_the_others_which_still_run_cells(trained):
     assert "killed by SIGKILL" in str(caught.value)
     assert "%fsdp stop, then %fsdp start" in str(caught.value)
     assert "%%fsdp -t 0,2-3" in str(caught.value)
+    assert trained.where().ranks[1].cells() == ("1", "gone", "", "", "", KILLED, "")
     assert [entry[2] for entry in trained.sent("give up")] == [(0, 2, 3)]
     assert trained.sent("recover") == []
     trained.fake.script["cell"] = prints("still here")
@@ -933,6 +935,30 @@ def test_a_third_ctrl_c_stops_waiting(trained):
         trained.run_cell("x")
     assert trained.sent("recover") == []
     assert trained.fake.patience[-2:] == [("drain", waiter.ASK_S), ("locate", waiter.ASK_S)]  # they need not answer
+
+
+@pytest.mark.parametrize(("patient_s", "end"), [(60.0, r"The ranks are idle again"), (0.0, r".*rebuild.*\(ranks? 0")])
+def test_a_ctrl_c_while_ranks_recover_ends_the_wait_only_if_they_are_late(trained, monkeypatch, patient_s, end):
+    late = []
+
+    def recovers(cluster, rank, answer):
+        signal.raise_signal(signal.SIGINT)
+        late.append(answer)
+        if patient_s and len(late) == 4:
+            [settle(each.future, {}) for each in late]
+
+    def press_once_late(pending, timeout_s=None, *, or_error=False):
+        if or_error and timeout_s == waiter.SLICE_S:
+            signal.raise_signal(signal.SIGINT)
+        return wait(pending, timeout_s, or_error=or_error)
+
+    wait = PendingReplies.wait
+    monkeypatch.setattr(PendingReplies, "wait", press_once_late)
+    monkeypatch.setattr(session, "PATIENT_S", patient_s)
+    trained.fake.script |= {"cell": blocks, "recover": recovers}
+    press_ctrl_c_on_drain(trained.fake, 1)
+    with pytest.raises(Interrupted, match=rf"(?s)^Interrupted. {end}"):
+        trained.run_cell("x")
 
 
 def test_ctrl_c_after_a_death_still_reports_it(trained):

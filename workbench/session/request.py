@@ -249,7 +249,8 @@ class Request:
         thread: the same, if it is a background thread.
         is_background: whether it was started or continued in the background, where it also continues after a stop.
         log_output: adds its new output to the log of the session; set once.
-        interrupts: counts each Ctrl-C from when it is sent or continued until it is stopped or done.
+        interrupts: counts each Ctrl-C from when it is sent or continued until it is stopped or done, and the ranks have
+            recovered.
     """
 
     def __init__(self, work: RankTask, pending: PendingReplies, mark: TraceMark) -> None:

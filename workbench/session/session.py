@@ -74,7 +74,16 @@ from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnaps
 from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_folder, with_path, with_script
-from workbench.session.waiter import ASK_S, PATIENT_S, TICK_S, DrainCause, Outcome, RequestWaiter, failure_of
+from workbench.session.waiter import (
+    ASK_S,
+    PATIENT_S,
+    SLICE_S,
+    TICK_S,
+    DrainCause,
+    Outcome,
+    RequestWaiter,
+    failure_of,
+)
 from workbench.trace.columns import Trace
 
 C = TypeVar("C", bound=Command)
@@ -356,7 +365,7 @@ class Session:
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
-        units = unit_names(self.trace.header)
+        units, losses = unit_names(self.trace.header), self.cluster.losses()
         rows = []
         for rank, alive in enumerate(self.cluster.alive()):
             found = threads.get(rank, ())
@@ -364,7 +373,8 @@ class Session:
                 state = self.state(rank, positions[rank])
                 rows.append(row_of(rank, positions[rank], units, found, state))
             else:
-                rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", stacks=found))
+                lost = "" if alive else losses.get(rank, "")
+                rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", event=lost, stacks=found))
         request = self.request
         if (request is not None and request.state == "running") or self.cluster.held_by:
             self.drain(timeout_s=timeout_s)
@@ -886,7 +896,10 @@ class Session:
         request.standing = StallNotice(time.monotonic, self._quiet_s)
         report: Report | None = None
         try:
-            outcome = self._watch(request)
+            with request.interrupts:  # until the ranks are ready again, which another Ctrl-C would leave half done
+                outcome = self._watch(request)
+                if isinstance(outcome, Outcome):
+                    self._raise_failure(request, outcome)
             report = (
                 self._stopped(request, outcome) if isinstance(outcome, StopGroup) else self._result(request, outcome)
             )
@@ -929,12 +942,16 @@ class Session:
         return request.report
 
     def _result(self, request: Request, outcome: Outcome) -> Report:
+        self._entries.append(self._completed(request, outcome.results))
+        return self._with_missed(request, request.work.finish(outcome.results, request.listener))
+
+    def _raise_failure(self, request: Request, outcome: Outcome) -> None:
+        """Recover the ranks and raise if the request has failed or was cancelled."""
         if self.is_closed:
             raise ClusterError("the ranks were stopped")
         request.watch.stopper.disarm(set(self.living()))
         if not outcome.failures and not outcome.given_up:
-            self._entries.append(self._completed(request, outcome.results))
-            return self._with_missed(request, request.work.finish(outcome.results, request.listener))
+            return
         self._raised = _raised_on(request.pending)
         error = self._settle(outcome, request)
         request.work.fail(request.listener)
@@ -1047,15 +1064,23 @@ class Session:
                 f"{label(late(idle, self.living()))} did not abort the previous notebook's request: {RESTART}"
             )
 
-    def recover(self) -> None:
+    def recover(self, interrupts: CountInterrupts | None = None) -> None:
         """Have all ranks build new process groups and discard the step they were in.
+
+        Args:
+            interrupts: counts Ctrl-C, which ends the wait after :data:`PATIENT_S`; None: Ctrl-C is not deferred.
 
         Raises:
             ClusterError: it failed or timed out; the ranks can do no step together until it succeeds.
         """
         self._needs_recovery = True
-        pending = self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex)
-        is_done = pending.wait(RECOVER_S, or_error=True)
+        begun, pending = time.monotonic(), self.cluster.apply(f"{RUNTIME}:recover", uuid.uuid4().hex)
+        is_done = pending.wait(PATIENT_S, or_error=True)
+        early = 0 if interrupts is None else interrupts.count  # meant what the ranks did before
+        while not is_done and not any(map(pending.error, pending.ranks)) and time.monotonic() < begun + RECOVER_S:
+            if interrupts is not None and interrupts.count > early:
+                break
+            is_done = pending.wait(SLICE_S, or_error=True)
         failures = [failure_of(rank, error) for rank in pending.ranks if (error := pending.error(rank)) is not None]
         if is_done and not failures:
             self._needs_recovery, self._obstacle = False, None
@@ -1064,7 +1089,8 @@ class Session:
             cause = first_cause(failures)
             why = str(cause) if cause.died else f"rank {cause.rank} raised {cause}"
         else:
-            why = who_works(RECOVER_S, self._not_there(pending), self.ask(LocateLine()), ())
+            seconds = time.monotonic() - begun
+            why = who_works(seconds, self._not_there(pending), self.ask(LocateLine()), ())
         # the others wait for the culprits
         self._free(pending, "the ranks could not rebuild their process groups")
         pending.wait(PATIENT_S)  # those that can end it run cells afterwards
@@ -1102,7 +1128,7 @@ class Session:
                 self.cluster.apply(f"{RUNTIME}:give_up_step", ranks=living).wait(PATIENT_S)
             return death_sentence([rank for rank in range(self.cluster.num_ranks) if rank not in living], living)
         try:
-            self.recover()
+            self.recover(request.interrupts)
         except ClusterError as broken:
             return str(broken)
         return ""

@@ -157,18 +157,17 @@ class RequestWaiter:
             return "abort"
         return "pause" if self.stopper.is_pausing else ""
 
-    def run(self, interrupts: CountInterrupts | None = None) -> Outcome | StopGroup:
+    def run(self, interrupts: CountInterrupts) -> Outcome | StopGroup:
         """Wait until every rank is done or stopped, or the user abandons the rest; return the outcome or the stop.
 
-        ``interrupts`` counts each Ctrl-C from the sending of the request until this returns.
+        ``interrupts`` counts each Ctrl-C since the request was sent.
         """
         self._used = self._paused_at = None
-        with interrupts or CountInterrupts() as counted:
-            try:
-                stop = self._loop(counted)
-            except BaseException:
-                self._abort("the notebook stopped waiting")
-                raise
+        try:
+            stop = self._loop(interrupts)
+        except BaseException:
+            self._abort("the notebook stopped waiting")
+            raise
         return self._outcome if stop is None else stop
 
     def _loop(self, interrupts: CountInterrupts) -> StopGroup | None:
