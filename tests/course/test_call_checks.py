@@ -83,6 +83,20 @@ def test_the_newest_step_counts_also_if_it_has_not_ended_on_every_rank(run):
     assert counts(trace, CALLS, step=1).ok, "a step that is chosen by its number has ended"
 
 
+def test_of_a_run_without_a_sharded_model_it_says_so_whether_or_not_its_newest_step_has_ended(run):
+    plain = without(run, 3, lambda rows: rows["unit"] >= 0).rank(3)
+    for rows, words in (
+        (
+            plain.rows,
+            "rank 3 issued 0 all-gathers (not 7) and 0 reduce-scatters (not 4) in step 2: no sharded unit ran",
+        ),
+        (plain.rows[:-1], "step 1 ran no sharded unit: "),
+    ):
+        finding = counts(Trace(run.header, (RankTrace(3, rows),)), CALLS)
+        assert finding.sentence.startswith(words)
+        assert "the model was not sharded, or another one was trained; look for an error" in finding.sentence
+
+
 def test_without_steps_the_finding_says_what_to_do(run):
     assert "train at least one, such as with %fsdp step 1" in counts(Trace(run.header), CALLS).sentence
     assert "no recorded step" in counts(Trace.empty(), CALLS).sentence

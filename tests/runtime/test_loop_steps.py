@@ -1,6 +1,7 @@
 """Steps of a loop that announces none, and those of them that are recorded."""
 
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -125,7 +126,7 @@ def test_closing_within_a_step_that_is_left_out_records_what_follows(loop):
     assert recorder.drain().key_frame.unit_states.get(0, UnitState.SHARDED) == UnitState.SHARDED
 
 
-@pytest.mark.parametrize(("every", "recorded"), [(1, [1, 2, 3]), (2, [2])])
+@pytest.mark.parametrize(("every", "recorded"), [(1, [1, 2]), (2, [2])])
 def test_without_forwards_a_step_begins_where_the_last_one_ended(loop, every, recorded):
     """As in a program with DistributedDataParallel alone."""
     recorder, steps, optimizer = loop(every)
@@ -141,6 +142,17 @@ def test_without_forwards_a_step_begins_where_the_last_one_ended(loop, every, re
     assert calls["step"].tolist() == [-1, *recorded][: len(calls)]
     assert trace.rank(0).steps.tolist() == recorded
     assert check(trace) == []
+
+
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_a_program_without_forwards_leaves_no_step_open_at_its_end(loop, every):
+    recorder, steps, optimizer = loop(every)
+    with steps.whole_program() if every is None else nullcontext():
+        for _ in range(5):
+            optimizer.step()
+    rows = trace_of(recorder).rank(0).rows
+    by_edge = [rows["step"][(rows["kind"] == Kind.STEP) & (rows["edge"] == edge)].tolist() for edge in Edge]
+    assert by_edge == [[1, 2, 3, 4][(every or 1) - 1 :: every]] * 2 + [[]]
 
 
 def test_two_optimizers_of_a_model_with_forwards_end_one_step(loop):

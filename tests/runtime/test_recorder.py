@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import threading
+from itertools import count
 
 import numpy as np
 import pytest
@@ -80,6 +81,25 @@ def test_an_aborted_step_has_no_end():
     recorder.begin_step()
     rows = rows_of(recorder.drain())
     assert rows["edge"].tolist() == [Edge.BEGIN, Edge.BEGIN]
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_a_step_that_is_only_expected_begins_when_something_follows_it(drains):
+    recorder, clock = Recorder(Header(), now_ns=count().__next__), []
+    recorder.begin_step(is_expected=True)
+    recorder.metric("loss", 1)
+    recorder.end_step()
+    recorder.begin_step(is_expected=True)
+    clock += [len(recorder.drain().rows), recorder.step] if drains else []
+    recorder.give_up_step()
+    assert recorder.next_step == 1, "as if it had never been"
+    recorder.begin_step(is_expected=True)
+    recorder.metric("loss", 2)
+    recorder.give_up_step()
+    rows = rows_of(recorder.drain())
+    assert rows["step"].tolist() == [0, 0, 0, 1, 1]
+    assert (np.diff(rows["t_ns"]) > 0).all()
+    assert clock in ([], [3 * ROW_DTYPE.itemsize, 1]), "the step is under way meanwhile"
 
 
 EVENTS = st.lists(

@@ -13,7 +13,7 @@ import numpy as np
 
 from workbench.base.text_formats import format_bytes
 from workbench.course.finding import CheckFinding, and_list, fails, holds, not_an_answer, unit_list, whole_number
-from workbench.course.run_steps import CallKind, read_call, runs_no_unit, step_of
+from workbench.course.run_steps import NOT_SHARDED, CallKind, read_call, runs_no_unit, step_of
 from workbench.course.step_reasons import all_reduce_reasons, gather_reasons, reduction_reasons
 from workbench.errors import UsageError
 from workbench.events import Kind, unit_words
@@ -158,6 +158,8 @@ def _why_sent(trace: Trace, step: int, rank: int, wrong: _Wrong) -> list[str]:
     if absent is not None:
         units = unit_list(trace.header, range(len(trace.header.units))) or "none"
         return [f"the run has no unit {unit_words(absent)}; its units: {units}"]
+    if runs_no_unit(trace, step) and not len(collectives.table(trace.slice(step=step).rank(rank)).unit):
+        return [f"no sharded unit ran, so {NOT_SHARDED}"]
     return [
         text
         for what, came, amount in wrong

@@ -12,6 +12,8 @@ from workbench.replay.grouping import label
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.step_names import step_name
 
+NOT_SHARDED = "the model was not sharded, or another one was trained; look for an error where it is sharded"
+
 
 def step_of(trace: Trace, step: int, what: str = "the run", *, may_pause: bool = False) -> int | CheckFinding:
     """Return the number of a step that has ended on all ranks, or the finding that there is none.
@@ -46,6 +48,9 @@ def unended_step(trace: Trace) -> str:
     left = [rank.rank for rank in trace.ranks if newest >= 0 and newest not in _steps(rank, Edge.END)]
     if not left:
         return ""
+    before = max((step for rank in trace.ranks for step in _steps(rank, Edge.END)), default=-1)
+    if before >= 0 and runs_no_unit(trace, newest) and (unsharded := runs_no_unit(trace, before)):
+        return unsharded  # and so its begin was only expected, where the last step had ended
     error = getattr(sys, "last_value", None)  # which IPython notes
     first = without_colours(str(error)).strip().partition("\n")[0] if isinstance(error, RankError) else ""
     advice = f"it raised {first}" if first else "continue it if it is stopped, or read the error above"
@@ -75,10 +80,7 @@ def runs_no_unit(trace: Trace, step: int) -> str:
     """Return that no rank ran a sharded unit in a step; empty if one did."""
     if any((rank.rows["unit"] >= 0).any() for rank in trace.slice(step=step).ranks):
         return ""
-    return (
-        f"{step_name(step)} ran no sharded unit: the model was not sharded, or another one was trained; look for an "
-        "error in the cell that shards it"
-    )
+    return f"{step_name(step)} ran no sharded unit: {NOT_SHARDED}"
 
 
 def _steps(rank: RankTrace, edge: Edge) -> list[int]:

@@ -28,7 +28,8 @@ class LoopSteps:
     A step of a loop begins with the first training forward after the last one, and ends with a step of an optimizer.
 
     In a whole program without a sharded model no source announces forwards. There a step begins as soon as an optimizer
-    has ended the last one; the begin of the first is unknown, so it is outside of any step.
+    has ended the last one; the begin of the first is unknown, so it is outside of any step. After the last one, nothing
+    follows the begin, and none is recorded.
 
     Attributes:
         optimizer_steps: number of optimizer steps on this rank.
@@ -87,8 +88,8 @@ class LoopSteps:
             self.before_step()
             self._begin_step()
 
-    def _begin_step(self) -> None:
-        self._recorder.begin_step()
+    def _begin_step(self, *, is_expected: bool = False) -> None:
+        self._recorder.begin_step(is_expected=is_expected)
 
     def before_step(self) -> None:
         """Called before a step of a loop begins."""
@@ -113,7 +114,7 @@ class LoopSteps:
         self.trained_steps += 1
         if self._first_of_program is not None and not self._has_forwards:
             self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
-            self._begin_step()
+            self._begin_step(is_expected=True)
 
     def account(self, optimizer: Optimizer, *, changed: bool = False) -> None:
         """Record the current bytes of an optimizer's state on this rank.
@@ -141,12 +142,12 @@ class SampledSteps(LoopSteps):
         self._first_of_program = recorder.next_step
         self._left_out = ExitStack()  # the step that runs off the record
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *, is_expected: bool = False) -> None:
         if self._recorder.next_step % self._every:
             self._recorder.next_step += 1
             self._left_out.enter_context(self._recorder.unrecorded())
         else:
-            super()._begin_step()
+            super()._begin_step(is_expected=is_expected)
 
     def _end_step(self) -> None:
         self.close()

@@ -52,6 +52,7 @@ _pack_row, _ROW_BYTES = ROW.pack_into, ROW.size
 _ALLOC, _FREE, _RESET, _WAIT = Kind.ALLOC, Kind.FREE, Kind.RESET, Kind.WAIT  # looked up once, as an enum takes its time
 _BEGIN, _INSTANT = Edge.BEGIN, Edge.INSTANT
 _NO_COMM = (-1, -1)
+_KIND_AND_EDGE, _STEP_BEGINS = slice(8, 10), (Kind.STEP, Edge.BEGIN)  # of a row that is not packed
 _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
 
 
@@ -154,6 +155,7 @@ class Recorder:
         self._strings: dict[str, int] = {}
         self._groups: dict[int, int] = {}
         self._unrecorded: _Unrecorded | None = None
+        self._is_expected = False  # the step that begins, or began last
         self._is_given_up = False  # a step, or a forward outside of one, since the last step began
         self._begun_unrecorded: set[tuple[int, int]] = set()  # collectives, as (comm_seq, comm_group)
         self._ends: dict[
@@ -297,15 +299,19 @@ class Recorder:
         group = GroupInfo(name=f"{name}, new {again}" if again else name, ranks=ranks)
         self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
-    def begin_step(self) -> None:
-        """Open the next step; one that is still open ends."""
+    def begin_step(self, *, is_expected: bool = False) -> None:
+        """Open the next step; one that is still open ends.
+
+        Args:
+            is_expected: whether nothing announces its begin: it is recorded when something follows it.
+        """
         self.end_step()
         self.note_gone()
         if self.device_clock is not None:
             with self._lock:
                 self._take_marks(self.device_clock)
                 self.device_clock.compare_if_idle()
-        self._is_given_up = False
+        self._is_given_up, self._is_expected = False, is_expected
         self.step = self.next_step
         self.next_step += 1
         self.ordinal = 0
@@ -358,7 +364,17 @@ class Recorder:
         self._append_marked(kind, edge, -1, 0)
 
     def give_up_step(self) -> None:
-        """Leave a step that raised, without END rows for it and its collectives in flight."""
+        """Leave a step that raised, without END rows for it and its collectives in flight.
+
+        A step that was expected, and of which nothing was recorded, has never been.
+        """
+        with self._lock:
+            self._pack()
+            if self._is_expected and len(self._new) == 1 and self._new[0][0][_KIND_AND_EDGE] == _STEP_BEGINS:
+                _, mark = self._new.pop()
+                if mark is not None:
+                    mark.row = NOBODYS
+                self.step, self.next_step = NO_STEP, self.step
         for mark in self._ends.values():
             mark.row = NOBODYS
         self._ends.clear()
@@ -518,7 +534,10 @@ class Recorder:
             self._pack()
 
     def _pack(self) -> None:
-        """Number the new rows and pack them into the ring; call it before reading."""
+        """Number the new rows and pack them into the ring; call it before reading.
+
+        The begin of a step that is only expected stays back while it is the newest row.
+        """
         with self._lock:
             if self._is_packing:  # an event announced itself within the loop below, which packs it too
                 return
@@ -526,6 +545,9 @@ class Recorder:
             try:
                 while self._new:
                     row, mark = self._new.popleft()
+                    if self._is_expected and not self._new and row[_KIND_AND_EDGE] == _STEP_BEGINS:
+                        self._new.appendleft((row, mark))
+                        return
                     seq = self._head
                     _pack_row(self._ring, seq % self._capacity * _ROW_BYTES, seq, *row)
                     self._head = seq + 1

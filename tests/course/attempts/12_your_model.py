@@ -121,3 +121,7 @@ edited(
         "from torch.nn.parallel import DistributedDataParallel\n\nmodel = DistributedDataParallel(model)\n",
     ),
 )
+
+
+# %% yours-script: no sharded unit ran, so the model was not sharded
+edited(*moved, ("for block in model:\n    fully_shard(block, mesh=mesh)\nfully_shard(model, mesh=mesh)\n", ""))
