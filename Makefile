@@ -100,7 +100,7 @@ check: lint
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --quiet \
 	  --hypothesis-profile=few -k "$(FEW)" $(CHECKED)
 
-test: lint
+test: lint .venv-nbgrader/installed
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) $(WHOLE)
 
 test-torch: $(OTHER_TORCH:%=test-torch-%)
@@ -111,11 +111,11 @@ test-torch-%: .venv-torch-%/installed
 mutants: $(VENV)/installed-mutants
 	@$(BIN)/python -m tests.helpers.mutants $(FILE)
 
-coverage: $(VENV)/installed-dev
+coverage: $(VENV)/installed-dev .venv-nbgrader/installed
 	$(BIN)/python -m pytest $(COLOUR) $(SPREAD) --cov --cov-report=term
 
 clean:
-	rm -rf $(VENV) .venv-torch-* build dist extension/node_modules tests/firefox/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf $(VENV) .venv-* build dist extension/node_modules tests/firefox/node_modules extension/lib workbench/labextension .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/made:
@@ -152,13 +152,24 @@ $(VENV)/installed-mutants: $(VENV)/installed-dev
 	@WORKBENCH_PANEL=skip $(PIP) install --editable '.[mutants]'
 	@touch $@
 
-# torch alone; all the rest is lent by the main environment, whose packages are looked for after those in here
+# torch alone; all the rest is lent by the main environment
 .venv-torch-%/installed: $(VENV)/installed-dev
 	@echo "Installing torch $* ..."
 	@$(BIN)/python -m venv .venv-torch-$*
 	@.venv-torch-$*/bin/python -m pip --disable-pip-version-check --quiet install \
 	  $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$*
-	@lent=`$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
-	  own=`.venv-torch-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
-	  echo "import site; site.addsitedir('$$lent')" > "$$own/lent.pth"
+	@$(call LEND,.venv-torch-$*)
 	@touch $@
+
+# nbgrader and what it alone needs: in the main environment, its extensions would join every JupyterLab of a test
+.venv-nbgrader/installed: $(VENV)/installed-dev
+	@echo "Installing nbgrader ..."
+	@$(BIN)/python -m venv --without-pip .venv-nbgrader
+	@$(call LEND,.venv-nbgrader)
+	@$(PIP) --python .venv-nbgrader/bin/python install 'nbgrader>=0.9.6,<0.10'
+	@touch $@
+
+# lends another environment the packages of the main one, which are looked for after its own
+LEND = lent=`$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
+  own=`$(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'`; \
+  echo "import site; site.addsitedir('$$lent')" > "$$own/lent.pth"

@@ -79,8 +79,8 @@ def test_students_get_no_solutions_and_teachers_do(exercises, tmp_path):
 
 
 def test_an_assignment_keeps_its_starting_points(exercises, tmp_path):
-    folder = tmp_path / "source"
-    assert NBGRADER_CONFIG in copy_course(exercises, folder, for_nbgrader).new
+    folder = tmp_path / "source" / "lab"
+    assert str(copy_course(exercises, folder, for_nbgrader)) == f"1 file copied to {folder}"
     region = re.compile("### BEGIN SOLUTION\n.*### END SOLUTION", re.DOTALL)  # nbgrader's ClearSolutions
     mean, script = sources(folder)
     assert mean.startswith("%%fsdp\n")
@@ -90,6 +90,18 @@ def test_an_assignment_keeps_its_starting_points(exercises, tmp_path):
     names = {"n": 4}
     exec(mean.removeprefix("%%fsdp"), names)
     assert names["mean"](8) == 2, "in the instructor's copy, the solution counts"
+
+
+def test_nbgrader_is_configured_in_the_folder_of_its_course_unless_it_is_already(exercises, tmp_path):
+    config = tmp_path / NBGRADER_CONFIG
+    for content, advice in ((None, ""), ("c.Exchange.root = 'x'", "add to "), ("c.ClearSolutions.code_stub = 1", "")):
+        if content is not None:
+            config.write_text(content)
+        assert advice in copy_course(exercises, tmp_path / "source" / "lab", for_nbgrader).advice
+        assert content in (None, config.read_text())
+    with pytest.raises(UsageError, match=r"not in .*elsewhere: workbench course source/lab --nbgrader"):
+        copy_course(exercises, tmp_path / "elsewhere", for_nbgrader)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_solutions_and_an_assignment_are_two_things(capsys):

@@ -1,4 +1,4 @@
-"""Tools other than Python packages that tests need: how each is found, and the command that installs it.
+"""Tools, beside the packages of the environment, that tests need: how each is found, and the command that installs it.
 
 A test names the tools that it needs with ``@pytest.mark.needs("slurm")``, or uses a fixture of a tool's name, such as
 ``chromium``. If a tool is missing, the test is skipped; the last lines of the run report how many were, and why. With
@@ -16,8 +16,10 @@ from importlib.util import find_spec
 import pytest
 
 from tests.helpers import browser, network_hosts, ranks_on_hosts, slurm
+from tests.helpers.package_source import REPO
 
 NO_BROWSER = "WORKBENCH_NO_BROWSER"
+NBGRADER = REPO / ".venv-nbgrader" / "bin" / "nbgrader"
 LEFT_OUT = "left out for"
 """Name of the property of a test's report that holds the tool."""
 
@@ -65,6 +67,10 @@ def _no_mpi() -> str:
     if network_hosts.find("mpiexec") is None:
         return "not installed: mpiexec"
     return "" if find_spec("mpi4py") else "not installed: mpi4py, which ipyparallel's engines import"
+
+
+def _no_nbgrader() -> str:
+    return "" if NBGRADER.exists() else "not installed: nbgrader, in an environment of its own"
 
 
 @functools.cache
@@ -123,6 +129,11 @@ TOOLS = {
         why_not=_no_mpi,
         packages="openmpi-bin",
         otherwise="brew install open-mpi",
+    ),
+    "nbgrader": Tool(
+        name="nbgrader",
+        why_not=_no_nbgrader,
+        otherwise="make .venv-nbgrader/installed",
     ),
 }
 

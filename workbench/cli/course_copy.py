@@ -25,16 +25,18 @@ from workbench.errors import UsageError
 SOLUTIONS = "solutions"
 """Folder of the solutions, beside the notebooks."""
 
-NBGRADER_CONFIG = "nbgrader_config.py"
+NBGRADER_SOURCE, NBGRADER_CONFIG = "source", "nbgrader_config.py"
+"""In a course of nbgrader: the folder of its assignments before they are released, and its configuration."""
 
 Change = Callable[[str, str], str]
 """Makes the source of the cell of an exercise from its starting point and its solution."""
 
 _HEAD = re.compile(r"^# %% ([\w-]+)$", re.MULTILINE)
 _MAGIC = re.compile(r"^(\s*)# (?=%{1,2}\w)", re.MULTILINE)
-_CONFIG = """\
+_STUB = 'c.ClearSolutions.code_stub = {"python": "# YOUR CODE HERE"}'
+_CONFIG = f"""\
 c = get_config()
-c.ClearSolutions.code_stub = {"python": "# YOUR CODE HERE"}  # below the starting point, which stays
+{_STUB}  # below the starting point, which stays
 c.ExecutePreprocessor.timeout = 300
 """
 
@@ -48,20 +50,23 @@ class CourseCopy:
         new: files that were copied, relative to the folder.
         kept: files that were there and differ from those of this version.
         first: the notebook to open.
+        advice: what else to do, as a sentence; empty for nothing.
     """
 
     folder: Path
     new: tuple[str, ...]
     kept: tuple[str, ...]
     first: Path
+    advice: str = ""
 
     def __str__(self) -> str:
-        if not self.kept:
-            return f"{plural(len(self.new), 'file')} copied to {self.folder}"
-        return (
-            f"{plural(len(self.new), 'file')} copied to {self.folder}; not replaced, as they differ from this version: "
-            f"{listed(self.kept)}. To get one as it comes with the workbench, rename yours and repeat the command"
-        )
+        copied = f"{plural(len(self.new), 'file')} copied to {self.folder}"
+        if self.kept:
+            copied = (
+                f"{copied}; not replaced, as they differ from this version: {listed(self.kept)}. To get one as it "
+                "comes with the workbench, rename yours and repeat the command"
+            )
+        return ". ".join(filter(None, (copied, self.advice)))
 
 
 def copy_course(source: Path, folder: Path, change: Change | None = None) -> CourseCopy:
@@ -74,8 +79,13 @@ def copy_course(source: Path, folder: Path, change: Change | None = None) -> Cou
             :func:`with_solution` or :func:`for_nbgrader`, the copy has solutions. None: the copy is for students.
 
     Raises:
-        UsageError: the copy fails.
+        UsageError: the copy fails, or is for nbgrader, which would not find it there.
     """
+    if change is for_nbgrader and folder.parent.name != NBGRADER_SOURCE:
+        raise UsageError(
+            f"nbgrader looks for an assignment in the folder {NBGRADER_SOURCE} of its course, not in {folder}: "
+            f"workbench course {NBGRADER_SOURCE}/lab --nbgrader"
+        )
     new, kept = [], []
     try:
         for name in _files(source):
@@ -88,13 +98,11 @@ def copy_course(source: Path, folder: Path, change: Change | None = None) -> Cou
                 new.append(name)
             elif mine.read_bytes() != content:
                 kept.append(name)
-        if change is for_nbgrader and not (folder / NBGRADER_CONFIG).exists():
-            (folder / NBGRADER_CONFIG).write_text(_CONFIG)
-            new.append(NBGRADER_CONFIG)
+        advice = _configure_nbgrader(folder.parents[1]) if change is for_nbgrader else ""
     except OSError as error:
         raise UsageError(f"cannot copy the notebooks to {folder}: {error.strerror}") from error
     first = min(path for path in folder.glob("*.ipynb") if (source / path.name).exists())
-    return CourseCopy(folder=folder, new=tuple(new), kept=tuple(kept), first=first)
+    return CourseCopy(folder=folder, new=tuple(new), kept=tuple(kept), first=first, advice=advice)
 
 
 def solutions(path: Path) -> Mapping[str, str]:
@@ -131,6 +139,14 @@ def for_nbgrader(start: str, solution: str) -> str:
     is_file = magic.startswith("%%writefile")
     body = "" if is_file else solution.removeprefix(magic).strip("\n") + "\n"
     return f"{start}\n\n### BEGIN SOLUTION\n{body}### END SOLUTION"
+
+
+def _configure_nbgrader(course: Path) -> str:
+    """Write the configuration of a course unless it has one; return what to add to that, as a sentence."""
+    config = course / NBGRADER_CONFIG
+    if not config.exists():
+        config.write_text(_CONFIG)
+    return "" if "code_stub" in config.read_text() else f"So that starting points run, add to {config}: {_STUB}"
 
 
 def _files(source: Path) -> Iterator[str]:
