@@ -209,11 +209,11 @@ def test_demo_fails_if_the_counts_are_wrong(as_expected, code, tmp_path, monkeyp
 
 def test_a_failed_demo_is_a_sentence_and_not_a_traceback(monkeypatch, capsys):
     def fail(*_args):
-        raise DemoError("the tour failed in cell 3 of 9: %fsdp start")
+        raise DemoError("the notebook failed in cell 3 of 9: %fsdp start")
 
     monkeypatch.setattr(demo, "run", fail)
     assert cli.main(["demo"]) == 1
-    assert capsys.readouterr().err == "the tour failed in cell 3 of 9: %fsdp start\n"
+    assert capsys.readouterr().err == "the notebook failed in cell 3 of 9: %fsdp start\n"
 
 
 def test_a_missing_package_is_a_sentence(monkeypatch, capsys):

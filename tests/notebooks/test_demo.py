@@ -47,7 +47,7 @@ def test_a_notebook_runs_in_this_python_and_in_its_folder(tmp_path, capsys):
 
 
 def test_a_cell_that_raises_is_named(tmp_path):
-    with pytest.raises(DemoError, match=r"the tour failed in cell 2 of 3: \{\}\['nothing'\]\nKeyError: 'nothing'"):
+    with pytest.raises(DemoError, match=r"the notebook failed in cell 2 of 3: \{\}\['nothing'\]\nKeyError: 'nothing'"):
         demo.execute(notebook("a = 1", "{}['nothing']", "b = 2"), tmp_path)
 
 

@@ -148,12 +148,12 @@ def execute(notebook: NotebookNode, folder: Path, say: Say = _say) -> NotebookNo
             executed: NotebookNode = client.execute(env={**os.environ, UNATTENDED: "1"})
     except CellExecutionError as error:
         raise DemoError(
-            f"{without_colours(error.traceback)}\n\nthe tour failed {doing}\n{error.ename}: {error.evalue}"
+            f"{without_colours(error.traceback)}\n\nthe notebook failed {doing}\n{error.ename}: {error.evalue}"
         ) from error
     except CellTimeoutError as error:
-        raise DemoError(f"the tour failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
+        raise DemoError(f"the notebook failed {doing}\nit took longer than {CELL_TIMEOUT_S} s") from error
     except RuntimeError as error:  # also if it dies before it answers
-        raise DemoError(f"the tour failed {doing}\nthe notebook's kernel failed: {error}") from error
+        raise DemoError(f"the notebook failed {doing}\nthe notebook's kernel failed: {error}") from error
     return executed
 
 

@@ -129,7 +129,8 @@ def _given(extra: Sequence[str], name: str) -> str | None:
 _COURSE = """\
 Copy the notebooks of the course, and the pictures that they show, into a folder, and open them in JupyterLab, reachable
 from this machine only. Files that are there already, such as notebooks that you worked on, stay as they are. Further
-arguments go to JupyterLab, such as --port 9000 or --no-browser."""
+arguments go to JupyterLab, such as --port 9000 or --no-browser. With --pages, the first two notebooks are run, and each
+becomes a page in the folder that needs no installation: what follows a prediction is hidden until a guess is locked."""
 _GRADE = """\
 Run a notebook without a browser, in its own folder and with a new kernel of this Python, and print the result of each
 check. No file is changed, and all processes that the notebook starts are ended. The exit status is 0 if all checks
@@ -205,6 +206,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     course.add_argument("folder", nargs="?", default=COURSE_FOLDER, metavar="DIR", help=f"default: {COURSE_FOLDER}")
     course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
     course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
+    course.add_argument("--pages", action="store_true", help="run the first notebooks, and write each as a page")
     course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
     _add_grade_options(grade)
@@ -352,6 +354,12 @@ def _course(args: argparse.Namespace) -> int:
     folder = Path(args.folder).expanduser().absolute()
     if args.solutions and args.nbgrader:
         return _fail(args, UsageError("give --solutions or --nbgrader: the source of an assignment has solutions"), 2)
+    if args.pages:
+        from workbench.cli import course_page  # noqa: PLC0415 - loaded when used
+
+        for page in course_page.write_pages(find_tour().parent, folder):
+            sys.stdout.write(f"{page}\n")
+        return 0
     change = course_copy.with_solution if args.solutions else course_copy.for_nbgrader if args.nbgrader else None
     copied = course_copy.copy_course(find_tour().parent, folder, change)
     sys.stderr.write(f"{copied}\n")

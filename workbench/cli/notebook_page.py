@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import html
+import json
 from typing import Any
 
 import plotly.io
@@ -11,6 +13,7 @@ from nbconvert.preprocessors import HighlightMagicsPreprocessor
 from nbformat import NotebookNode
 from plotly.offline import get_plotlyjs
 
+from workbench.course.predictions import NO_PREDICTION, PREDICTION_MIME, QUESTION_MIME
 from workbench.views.theme import CONFIG, PLOTLY_MIME
 from workbench.widgets.js_bundle import STATIC, joined
 
@@ -23,6 +26,7 @@ _TEMPLATE = """
 {%- block html_head_js -%}
 <script>{{ resources.plotly_js }}</script>
 <meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="{{ resources.policy }}">
 <style>{{ resources.figures_css }}</style>
 {%- endblock -%}
 {%- block html_head_css -%}
@@ -38,17 +42,33 @@ _TEMPLATE = """
 """
 
 
-def to_page(notebook: NotebookNode, *, title: str) -> str:
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; font-src data:"
+)
+
+_QUESTION = """\
+<form class="fw-guess" data-name="{name}" data-unit="{unit}">
+<fieldset><legend>Predict: {question}</legend>
+{fields}
+<div><button>Lock</button><button type="button" class="fw-skip">Show without a guess</button></div></fieldset>
+<p role="status">The page goes on when you have locked a guess.</p>
+</form>"""
+
+
+def to_page(notebook: NotebookNode, *, title: str, asks: bool = False) -> str:
     """Return the HTML of ``notebook`` with its saved outputs; it opens without a network.
 
     Args:
         notebook: an executed notebook; not changed.
         title: of the page.
+        asks: whether what follows a prediction is hidden until the reader of the page has locked a guess.
     """
     notebook = copy.deepcopy(notebook)
     notebook.metadata["title"] = title
     for cell in notebook.cells:
         if cell.cell_type == "code":
+            for output in cell.outputs if asks else ():
+                output.get("data", {}).update(_asked(output.get("data", {})))
             cell.outputs = [drawn for output in cell.outputs if (drawn := _without_kernel(output)) is not None]
     exporter = HTMLExporter(raw_template=_TEMPLATE, exclude_input_prompt=True, exclude_output_prompt=True)
     template_files = exporter.environment.loader
@@ -57,11 +77,34 @@ def to_page(notebook: NotebookNode, *, title: str) -> str:
     inside = {
         "dark_css": template_files.get_source(exporter.environment, "static/theme-dark.css")[0],
         "plotly_js": get_plotlyjs(),
-        "figures_css": (STATIC / "figures.css").read_text("utf-8"),
+        "figures_css": "".join((STATIC / name).read_text("utf-8") for name in ("figures.css", "guesses.css")),
+        "policy": _POLICY,
         "figures_js": joined("notebook.js"),
     }
-    html, _ = exporter.from_notebook_node(notebook, resources=inside)
-    return str(html)
+    page, _ = exporter.from_notebook_node(notebook, resources=inside)
+    return str(page)
+
+
+def _asked(data: dict[str, Any]) -> dict[str, str]:
+    """Return the form of a question, or what was measured with a place for the distance; empty for another output."""
+    if QUESTION_MIME in data:
+        return {"text/html": _form(data[QUESTION_MIME])}
+    if PREDICTION_MIME not in data:
+        return {}
+    record = data[PREDICTION_MIME]
+    name, measured = html.escape(record["name"]), html.escape(json.dumps(record["measured"]))
+    shown = data["text/html"].replace(NO_PREDICTION, f'<span class="fw-distance">{NO_PREDICTION}</span>', 1)
+    return {"text/html": f'<div class="fw-measured" data-name="{name}" data-measured="{measured}">{shown}</div>'}
+
+
+def _form(record: dict[str, Any]) -> str:
+    escaped = {name: html.escape(record[name]) for name in ("name", "unit", "question")}
+    choices = [
+        f'<input type="radio" name="guess" value="{each}"> {each}' for each in map(html.escape, record["choices"])
+    ]
+    number = f'Your guess <input name="guess" inputmode="decimal" size="10" autocomplete="off"> {escaped["unit"]}'
+    fields = "".join(f"<label>{each}</label>" for each in choices or [number])
+    return _QUESTION.format(**escaped, fields=fields)
 
 
 def _without_kernel(output: NotebookNode) -> NotebookNode | None:

@@ -31,8 +31,14 @@ from workbench.widgets.progress import in_notebook
 PREDICTION_MIME = "application/vnd.fsdp-workbench.prediction+json"
 """Type of the record of a prediction in an output of a notebook."""
 
+QUESTION_MIME = "application/vnd.fsdp-workbench.question+json"
+"""Type of the record of a question in the output that asks it."""
+
 UNATTENDED = "WORKBENCH_UNATTENDED"
 """Environment variable: nobody is there to lock a prediction."""
+
+NO_PREDICTION = "; no prediction"
+"""End of the headline of a report without a prediction."""
 
 Answer = float | int | str
 """A number, or one of the choices."""
@@ -66,7 +72,7 @@ class PredictionReport(Report):
         found = "the answer is" if isinstance(self.measured, str) else "measured"
         found = f"{found} {_with_unit(self.measured, self.unit)}"
         if self.predicted is None:
-            return f"{self.name}: {found}; no prediction"
+            return f"{self.name}: {found}{NO_PREDICTION}"
         seen = f", after {and_list([f'%fsdp {view}' for view in self.seen])}" if self.seen else ""
         return f"{self.name}: predicted {_with_unit(self.predicted, self.unit)}{seen}, {found}: {self.distance}"
 
@@ -229,7 +235,9 @@ class Prediction:
 
         first, _, rest = text.partition("\n")
         page = f"<div><strong>{html.escape(first)}</strong><br>{html.escape(rest)}</div>"
-        bundle = {"text/plain": text, "text/html": page, **(widget or {})}
+        record = {"version": RECORD_VERSION, "name": self.name, "question": self.question, "unit": self.unit}
+        record |= {"choices": list(self.choices)}
+        bundle = {"text/plain": text, "text/html": page, QUESTION_MIME: record, **(widget or {})}
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
