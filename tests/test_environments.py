@@ -140,4 +140,4 @@ def test_make_lends_another_torch_all_the_rest(tmp_path):
         assert {path.partition("/")[0] for path in tests.split()} == {"tests"}
         assert all((REPO / path.partition("::")[0]).exists() for path in tests.split())
     assert "rm " not in lines
-    assert {".venv/", ".venv-torch-*/"} <= set((REPO / ".gitignore").read_text().splitlines())
+    assert {".venv/", ".venv-torch-*/", ".venv-nbgrader/"} <= set((REPO / ".gitignore").read_text().splitlines())
