@@ -2,17 +2,25 @@
 
 Measured on ranks with c10d's own collectives (``WORKBENCH_COMM=default``), which are those of other machines: a plan is
 not for the shared memory of ranks on one host.
+
+``python -m bench.plan`` writes the table of docs/plan.md from build/bench.json.
 """
 
+import json
 import os
+import re
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bench.planned import MODELS, POLICIES, STEPS, train
+from tests.helpers.forked_ranks import POOL
 from tests.helpers.watched import watch
+from workbench.events import Category
 from workbench.models.engines import ACTIVATIONS
 from workbench.protocol.commands import Plan
 from workbench.protocol.planning import CALLED, PlannedRanks, planned_ranks
@@ -44,9 +52,14 @@ class Compared:
 
     @property
     def differing_bytes(self) -> dict[str, tuple[int, int]]:
-        """Bytes at the peak, planned and measured, of the classes in which they differ."""
+        """Bytes at the peak, planned and measured, of the classes in which they differ.
+
+        The peak does not include what the pools of CPU ranks keep unused, which a plan does not have.
+        """
         planned, measured = self.planned.peak_bytes_by_category, self.measured.peak_bytes_by_category
-        pairs = {key: (planned.get(key, 0), measured.get(key, 0)) for key in {*planned, *measured}}
+        pairs = {
+            key: (planned.get(key, 0), measured.get(key, 0)) for key in {*planned, *measured} - {Category.RESERVED}
+        }
         return {key.words: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
     @property
@@ -55,25 +68,30 @@ class Compared:
         return 100 * (self.planned.step_ns / self.measured.step_ns - 1)
 
 
-def run(num_ranks: int, model: str, policy: str, steps: int) -> Trace:
-    """Return the trace of a run on ranks of this machine."""
+@contextmanager
+def measuring() -> Iterator[None]:
+    """In the body, :func:`compare` runs every policy on the same ranks, which are forked once."""
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
     os.environ.update(ENVIRONMENT)
+    was_open, POOL.is_open = POOL.is_open, True
+    POOL.end()  # ranks without this environment
     try:
-        return watch(num_ranks, train, model, policy, steps).trace
+        yield
     finally:
+        POOL.end()
+        POOL.is_open = was_open
         for name, value in before.items():
             os.environ.pop(name)
             os.environ.update({} if value is None else {name: value})
 
 
 def compare(rank: PlannedRank, ranks: PlannedRanks, device: str, model: str, policy: str, steps: int) -> Compared:
-    """Plan a policy, and run it."""
+    """Plan a policy's second step, and run some steps of it; within :func:`measuring`."""
     command = Plan(CALLED, ranks=ranks.num_ranks, device=device)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = os.path.join(folder, "plan.trace")
-        planned = plan_script("bench.planned", (model, policy), command, out, rank, module=True, steps=steps)
-    trace = run(ranks.num_ranks, model, policy, steps)
+        planned = plan_script("bench.planned", (model, policy), command, out, rank, module=True)
+    trace = watch(ranks.num_ranks, train, model, policy, steps).trace
     measured = described(replace(trace, ranks=(trace.rank(0),)), ranks, "")
     return Compared(planned=planned, measured=replace(measured, step_ns=_step_ns(trace)))
 
@@ -84,17 +102,17 @@ def _step_ns(trace: Trace) -> int:
     return int(statistics.median(times.high[1:]))
 
 
-def compare_all(num_ranks: int, *, quick: bool) -> Tree:
+def compare_all(num_ranks: int, *, quick: bool, say: Callable[[str], object] = print) -> Tree:
     """Calibrate this machine, then return each policy's comparison, and a summary."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, PlannedRank(lambda _: None) as rank:
+    names = [(model, policy) for model in MODELS for policy in POLICIES][: 2 if quick else None]
+    rows = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, PlannedRank(lambda _: None) as rank, measuring():
         device = os.path.join(folder, "machine.json")
         calibration = calibrate(num_ranks, "cpu", device, lambda _: None).calibration
         ranks = planned_ranks(device, num_ranks, None)
-        rows = {
-            f"{model}, {policy}": _row(compare(rank, ranks, device, model, policy, STEPS))
-            for model in list(MODELS)[: 1 if quick else None]
-            for policy in list(POLICIES)[: 2 if quick else None]
-        }
+        for done, (model, policy) in enumerate(names, 1):
+            rows[f"{model}, {policy}"] = _row(compare(rank, ranks, device, model, policy, STEPS))
+            say(f"  {done} of {len(names)}: {model}, {policy}")
     return {"calibration_error_percent": calibration.error_percent, **_summary(rows), "rows": rows}
 
 
@@ -119,3 +137,45 @@ def _summary(rows: Mapping[str, Tree]) -> Tree:
         "median_time_error_percent": statistics.median(errors),
         "largest_time_error_percent": errors[-1],
     }
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "plan.md"
+_PLACE = re.compile(r"(?<=<!-- from build/bench.json -->\n).*?(?=<!-- end -->)", re.DOTALL)
+
+
+def document(found: Mapping[str, Tree]) -> str:
+    """Return the table of docs/plan.md: of each policy, its comparison on each number of ranks.
+
+    Args:
+        found: the part ``plan`` of build/bench.json, by number of ranks: ``"2 ranks"``.
+    """
+    titles = " | ".join(f"{num}: peak | step | planned" for num in found)
+    lines = [f"| model and policy | {titles} |", f"|---|{'---:|' * 3 * len(found)}"]
+    first, *_ = found.values()
+    for name in first["rows"]:
+        cells = " | ".join(_cells(each["rows"][name]) for each in found.values())
+        lines.append(f"| {name} | {cells} |")
+    said = "; ".join(
+        f"{num}: bytes equal in {each['bytes_equal']} of {each['compared']}, collectives in {each['calls_equal']}, "
+        f"median error of a step's time {each['median_time_error_percent']:.0f}%, largest "
+        f"{each['largest_time_error_percent']:.0f}% ({each['calibration_error_percent']:.0f}% when calibrated)"
+        for num, each in found.items()
+    )
+    return "\n".join(["", *lines, "", f"{said}.", ""])
+
+
+def _cells(row: Tree) -> str:
+    peak = f"{row['peak_measured'] / 2**20:.2f} MiB"
+    if row["differing_bytes"]:
+        peak += f", planned {row['peak_planned'] / 2**20:.2f}"
+    return f"{peak} | {row['measured_ms']:.0f} ms | {row['planned_ms']:.0f} ms, {row['time_error_percent']:+.0f}%"
+
+
+def main() -> None:
+    """Write the table of docs/plan.md from build/bench.json."""
+    found = json.loads(Path("build/bench.json").read_text("utf-8"))["plan"]
+    DOCUMENT.write_text(_PLACE.sub(lambda _: document(found), DOCUMENT.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -280,7 +280,7 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     source_class = DataParallelUnits
     not_planned = (
         "DistributedDataParallel cannot be planned: its buckets are made in C++, from tensors with data; "
-        "fully_shard with reshard_after_forward=False is the nearest that can be"
+        "replicate(model), of workbench.engine, which keeps a whole copy on every rank too, can be"
     )
 
     def __init__(self, model: nn.Module, source: DataParallelUnits) -> None:
