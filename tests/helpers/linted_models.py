@@ -6,6 +6,7 @@ Each case takes the cells' namespace. All run one after another on the same rank
 import functools
 import gc
 import io
+import tempfile
 import warnings
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import replace
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 from tests.helpers import huggingface_models as hf
-from tests.helpers import small_models
+from tests.helpers import loading_scripts, small_models
 from tests.helpers.booted_ranks import execute, namespace, run
 from tests.helpers.small_models import Block, Net, batch, loss_of, make_net
 from workbench import engine as ours
@@ -1062,6 +1063,30 @@ def clean_hosts_of_unknown_size(ns):
     mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
     prepared(ns, blockwise(make_net(dim=16), ours.fully_shard, mesh=mesh))
     return {"local_world_size": 3}
+
+
+# ---- programs that load a checkpoint
+
+
+@functools.cache
+def _checkpoints():
+    """Return the folder of their files, which lasts as long as the process that made it."""
+    made = [tempfile.TemporaryDirectory()] if dist.get_rank() == 0 else [None]
+    folder = [made[0].name] if made[0] else [""]
+    dist.broadcast_object_list(folder)
+    loading_scripts.write_files(folder[0], lambda model: blockwise(model, torchs.fully_shard))
+    return made[0], folder[0]
+
+
+def loads(ns, text):
+    """Run a program as a cell."""
+    ns["folder"] = _checkpoints()[1]
+    exec(compile(text, "a program", "exec"), ns)
+
+
+for _name, (_verdict, _text) in loading_scripts.SCRIPTS.items():
+    _prefix = "" if _verdict == loading_scripts.FAULT else "clean_"
+    CASES[f"{_prefix}loads_{_name}"] = functools.partial(loads, text=_text)
 
 
 # ---- training the clean ones

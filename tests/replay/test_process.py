@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,3 +52,13 @@ def test_of_many_samples_few_are_kept_but_never_without_the_highest():
     whole, few = (process.series(trace.header, trace.rank(0), most) for most in (None, 16))
     assert len(few) <= 16 < len(whole)
     assert few.resident.max() == whole.resident.max()
+
+
+def test_parts_of_loading_have_the_most_of_their_samples():
+    trace = simulate(Setup(samples=True))
+    rows = trace.rank(0).rows.copy()
+    places = np.flatnonzero(rows["kind"] == Kind.RESIDENT)[:3]
+    rows["module"][places], rows["num_bytes"][places] = [1, 0, 1], [7, 9, 5]
+    header = replace(trace.header, strings=("loading Net", "reading model.pt"))
+    assert process.loading(header, RankTrace(0, rows)) == {"reading model.pt": 7, "loading Net": 9}
+    assert process.loading(trace.header, trace.rank(0)) == {}

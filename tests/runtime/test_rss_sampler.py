@@ -30,14 +30,14 @@ def statm(tmp_path):
 
 def test_resident_pages_are_reported_in_bytes(statm):
     found = []
-    sampler = RssSampler(found.append, statm)
+    sampler = RssSampler(lambda num_bytes, _: found.append(num_bytes), statm)
     sampler.sample()
     assert found == [12 * os.sysconf("SC_PAGE_SIZE")] == [sampler.num_bytes()]
 
 
 def test_no_two_samples_are_closer_than_a_few_milliseconds(statm):
     clock, found = Clock(), []
-    sampler = RssSampler(found.append, statm, clock)
+    sampler = RssSampler(lambda num_bytes, _: found.append(num_bytes), statm, clock)
     for clock.now in (0, EVERY_NS - 1, EVERY_NS, EVERY_NS + 1, 3 * EVERY_NS):
         sampler.sample()
     assert len(found) == 3
@@ -45,7 +45,7 @@ def test_no_two_samples_are_closer_than_a_few_milliseconds(statm):
 
 def test_each_sample_reads_again(statm):
     clock, found = Clock(), []
-    sampler = RssSampler(found.append, statm, clock)
+    sampler = RssSampler(lambda num_bytes, _: found.append(num_bytes), statm, clock)
     sampler.sample()
     statm.write_text("900 13 3 4 0 5 0\n")
     clock.now = EVERY_NS
@@ -55,7 +55,7 @@ def test_each_sample_reads_again(statm):
 
 def test_without_a_system_counter_nothing_is_sampled(tmp_path):
     found = []
-    sampler = RssSampler(found.append, tmp_path / "none")
+    sampler = RssSampler(lambda num_bytes, _: found.append(num_bytes), tmp_path / "none")
     sampler.sample()
     assert (found, sampler.num_bytes()) == ([], 0)
 

@@ -52,6 +52,17 @@ class ProcessSeries:
         return np.minimum(self.not_owned, self.baseline_bytes)
 
 
+def loading(header: Header, rank_trace: RankTrace) -> dict[str, int]:
+    """Return the most resident bytes after each part of loading, such as ``"reading model.pt"``, in sequence."""
+    rows = rank_trace.rows
+    rows = rows[(rows["kind"] == Kind.RESIDENT) & (rows["module"] >= 0)]
+    found: dict[str, int] = {}
+    for place, num_bytes in zip(rows["module"], rows["num_bytes"], strict=True):
+        name = header.strings[place]
+        found[name] = max(found.get(name, 0), int(num_bytes))
+    return found
+
+
 def series(header: Header, rank_trace: RankTrace, max_moments: int | None = None) -> ProcessSeries:
     """Return the samples in a rank's trace; empty for a trace without samples.
 

@@ -149,6 +149,7 @@ class RankMemory:
         last_bytes_by_category: bytes of each class at the end.
         max_reserved_bytes: most bytes that pools held unused.
         max_process_bytes: most memory of the whole process; None: it was not sampled.
+        loading_process_bytes: most memory of the whole process after each part of loading, before or in these steps.
     """
 
     rank: int
@@ -164,6 +165,7 @@ class RankMemory:
     last_bytes_by_category: Mapping[Category, int]
     max_reserved_bytes: int
     max_process_bytes: int | None
+    loading_process_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +219,7 @@ def _rank_memory(header: Header, whole: RankTrace, part: RankTrace) -> RankMemor
         last_bytes_by_category=dict(zip(Category, last.bytes_by_category, strict=True)),
         max_reserved_bytes=memory.most_reserved(part),
         max_process_bytes=int(sampled.resident.max()) if len(sampled) else None,
+        loading_process_bytes=process.loading(header, whole),
     )
 
 

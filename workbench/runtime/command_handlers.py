@@ -11,6 +11,7 @@ from workbench.events import Unit
 from workbench.models.engines import Watch
 from workbench.protocol.commands import Command, Shard
 from workbench.protocol.fault_kinds import FaultReply
+from workbench.runtime.checkpoint_reads import CheckpointReads
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.distributed import ProcessGroups
 from workbench.runtime.emptied_tensors import EmptiedTensors
@@ -50,6 +51,7 @@ class RankContext(Protocol):
     scripts: ScriptRunner
     watch: Watch
     emptied: EmptiedTensors
+    reads: CheckpointReads
     history: TrainingHistory
     fault: ActiveFault | None
     faulty_steps: set[int]

@@ -101,6 +101,7 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         programs=(*rank.scripts.programs, *_functions(found)),
         history=rank.history,
         lost_ties=rank.emptied.lost_ties,
+        reads=rank.reads,
         rank=rank.groups.rank,
         world_size=rank.groups.world_size,
         local_world_size=rank.groups.local_world_size,

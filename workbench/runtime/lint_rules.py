@@ -12,6 +12,7 @@ import dis
 import functools
 import inspect
 import math
+import os
 import sys
 import textwrap
 import weakref
@@ -998,6 +999,47 @@ def _large_children(target: LintTarget, unit: LintUnit) -> list[str]:
     sizes = {name: _in_unit(target, unit, name) * unit.info.compute_itemsize for name in leaves}
     large = sorted((name for name in sizes if 10 * sizes[name] >= unit.full_nbytes), key=lambda name: -sizes[name])
     return large if len(large) > 1 else []
+
+
+@rule(Damage.MEMORY)
+def checkpoint_on_every_rank(target: LintTarget) -> Iterator[Finding]:
+    """A checkpoint of the whole model that several ranks of a host read into their memory.
+
+    Told where the model, or the module that was sharded, took most of its elements from tensors that ``torch.load`` has
+    allocated. What is mapped from a file is not, with ``mmap=True`` or safetensors: ranks share its pages.
+    """
+    whole = sum(
+        math.prod(shape) for unit in target.sharded for param in unit.info.params for _, shape, _ in parts_of(param)
+    )
+    if target.nbytes < TOY_NBYTES or all(unit.info.shard_size == 1 for unit in target.sharded):
+        return
+    host = target.rank // target.local_world_size
+    taken = [each for module in target.modules if (each := target.reads.taken.get(module)) is not None]
+    read = next((each for each in taken if each.num_elements >= _MOST * whole), None)
+    if read is not None:
+        yield RankComparison(
+            fault=Fault(
+                rule="checkpoint-on-every-rank",
+                verdict=f"ranks of one host each read the whole checkpoint of {target.name} into memory: {{names}}",
+                fix="read it on rank 0 alone: state = torch.load(file) if rank == 0 else {}; after sharding, on all "
+                f"ranks: set_model_state_dict({target.name}, state, options=StateDictOptions(full_state_dict=True, "
+                "broadcast_from_rank0=True)), of torch.distributed.checkpoint.state_dict. Or no rank reads all: build "
+                "on the meta device, shard, to_empty, torch.distributed.checkpoint.load of a folder that "
+                "python -m torch.distributed.checkpoint.format_utils torch_to_dcp has made. Or torch.load(mmap=True)",
+            ),
+            digests={read.words: hash((host, read.paths))},
+            wants_equal=False,
+        )
+    elif target.rank % target.local_world_size:
+        for file in target.reads.unclaimed():
+            if file.num_elements >= _MOST * whole:
+                raise Abstains(
+                    f"{os.path.basename(file.path)} is in memory, and what {target.name} took of it is unknown"
+                )
+
+
+_MOST = 0.9
+"""The share of a model's elements from which a checkpoint is one of the whole model."""
 
 
 @rule(Damage.MEMORY)

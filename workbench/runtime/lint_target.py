@@ -24,6 +24,7 @@ from workbench.engine.module_names import clean, named_params
 from workbench.events import Param, ParamTensors, Unit
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.lint_reply import RankComparison
+from workbench.runtime.checkpoint_reads import CheckpointReads
 from workbench.runtime.emptied_tensors import LostTie
 from workbench.runtime.training_history import OptimizerHistory, TrainingHistory
 
@@ -101,6 +102,7 @@ class LintTarget:
         programs: code of the cells' functions and of the script that ran last.
         history: of the training so far.
         lost_ties: of parameters of any model.
+        reads: the checkpoints that models have taken.
         rank, world_size, local_world_size: of this rank.
     """
 
@@ -113,6 +115,7 @@ class LintTarget:
     programs: tuple[CodeType, ...]
     history: TrainingHistory
     lost_ties: Sequence[LostTie]
+    reads: CheckpointReads
     rank: int
     world_size: int
     local_world_size: int

@@ -79,6 +79,7 @@ from workbench.runtime import (
     text_bars,
     tracebacks,
 )
+from workbench.runtime.checkpoint_reads import CheckpointReads
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.checkpoints import Saver
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
@@ -135,6 +136,7 @@ class RankRuntime:
         scripts: runs its scripts.
         watch: watches models that torch shards, and every collective of c10d.
         emptied: marks the tensors that ``to_empty`` makes.
+        reads: notes the checkpoints that models take.
         membership: lets the user's code join and leave the default process group.
         history: notes what the rules of ``lint`` need of the training so far.
         hooks: handles of the hooks on every optimizer.
@@ -161,6 +163,7 @@ class RankRuntime:
     scripts: ScriptRunner
     watch: Watch
     emptied: EmptiedTensors
+    reads: CheckpointReads
     membership: GroupMembership
     history: TrainingHistory
     hooks: Sequence[RemovableHandle] = ()
@@ -479,8 +482,11 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     membership = GroupMembership(process_groups).install()
     scripts = ScriptRunner(membership, recorder, trainer)
     emptied, watch = EmptiedTensors().install(), Watch().begin()
+    reads = CheckpointReads().install()
     history = history_of(recorder, watch).install()
-    _runtime = RankRuntime(process_groups, recorder, gate, trainer, scripts, watch, emptied, membership, history, hooks)
+    _runtime = RankRuntime(
+        process_groups, recorder, gate, trainer, scripts, watch, emptied, reads, membership, history, hooks
+    )
     _runtime.private = private
     atexit.register(shutdown)
     return encode(process_groups.listen() if request.rank == 0 else None)
@@ -565,6 +571,7 @@ def _sample_memory(runtime: RankRuntime) -> int:
         return 0
     resident = RssSampler(runtime.recorder.resident)
     runtime.recorder.on_phase = resident.sample
+    runtime.reads.on_read = resident.sample
     return resident.num_bytes()
 
 
@@ -703,6 +710,7 @@ def shutdown(*, goes_on: bool = False) -> None:
         faults.remove(_runtime)
         _runtime.gate.uninstall()
         _runtime.watch.end()
+        _runtime.reads.remove()
         _runtime.emptied.remove()
         _runtime.membership.uninstall()
         _runtime.history.remove()

@@ -337,9 +337,9 @@ class Recorder:
 
     # ---- records of the runtime
 
-    def resident(self, num_bytes: int) -> None:
-        """Record the resident memory of this process, ``num_bytes`` (more than 0)."""
-        self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes)
+    def resident(self, num_bytes: int, after: str = "") -> None:
+        """Record the resident memory of this process, ``num_bytes`` (more than 0); ``after``: what has just ended."""
+        self._append(Kind.RESIDENT, Edge.INSTANT, -1, num_bytes, module=self._intern(after) if after else -1)
 
     def set_run(self, info: RankInfo, *, mesh_shape: tuple[int, ...], mesh_axes: tuple[str, ...]) -> None:
         """Put this rank and the mesh into the header."""

@@ -21,13 +21,13 @@ class RssSampler:
     """Sampler of the memory of the process that made it.
 
     Args:
-        record: called with a number of bytes.
+        record: called with a number of bytes, and with what has just ended.
         statm: the file to read.
         clock: nanoseconds, monotonic.
     """
 
     def __init__(
-        self, record: Callable[[int], None], statm: Path = _STATM, clock: Callable[[], int] = time.monotonic_ns
+        self, record: Callable[[int, str], None], statm: Path = _STATM, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self._record = record
         self._clock = clock
@@ -38,12 +38,12 @@ class RssSampler:
         if self._file is not None:
             weakref.finalize(self, os.close, self._file)
 
-    def sample(self) -> None:
-        """Record the current memory, unless a sample was taken a moment ago."""
+    def sample(self, after: str = "") -> None:
+        """Record the current memory, unless a sample was taken a moment ago; ``after``: what has just ended."""
         now = self._clock()
         if now >= self._next_ns and self._file is not None:
             self._next_ns = now + EVERY_NS
-            self._record(self.num_bytes())
+            self._record(self.num_bytes(), after)
 
     def num_bytes(self) -> int:
         """Return the bytes in memory now; 0 if unknown."""

@@ -123,7 +123,11 @@ def memory(
     more = [
         in_host_order,
         hold_words(cuts),
-        process_words(header, [panel.shown for panel in panels]) if process else "",
+        process_words(
+            header, [panel.shown for panel in panels], [each for each in trace.ranks if only in (None, each.rank)]
+        )
+        if process
+        else "",
     ]
     fig = theme.figure(
         _title(header, shown, panels),

@@ -5,14 +5,14 @@ It has a separate axis: compared with an interpreter and its libraries, a small 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import plotly.graph_objects as go
 
 from workbench.base.text_formats import byte_unit, format_bytes
 from workbench.events import Colour
-from workbench.replay.process import ProcessSeries, series
+from workbench.replay.process import ProcessSeries, loading, series
 from workbench.replay.spans import Ints, last_ns
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header
@@ -33,19 +33,35 @@ _LOOKS = {
 }
 
 
-def process_words(header: Header, shown: Sequence[RankTrace]) -> str:
-    """Return the peak memory of the process, and how much of it the engine does not own; plain text."""
+def process_words(header: Header, shown: Sequence[RankTrace], whole: Sequence[RankTrace]) -> str:
+    """Return the peak memory of the process, how much of it the engine does not own, and that of loading; plain text.
+
+    Args:
+        header: of the trace.
+        shown: the rows that the picture shows, of each rank.
+        whole: all rows of the same ranks.
+    """
     found = [entry for entry in (series(header, rank_trace) for rank_trace in shown) if len(entry)]
     if not found:
         return "process memory was not sampled"
     highest = max(found, key=lambda entry: int(entry.resident.max()))
     place = int(np.argmax(highest.resident))
-    whole, owned = int(highest.resident[place]), int(highest.owned[place])
+    most, owned = int(highest.resident[place]), int(highest.owned[place])
     before = int(highest.baseline[place])
     rest = int(highest.not_owned[place]) - before
     parts = [f"{format_bytes(owned)} owned by FSDP", f"{format_bytes(rest)} not owned"]
     parts += [f"{format_bytes(before)} from before sharding"] if before else []
-    return f"the whole process uses up to {format_bytes(whole)}: {', '.join(parts)}"
+    words = f"the whole process uses up to {format_bytes(most)}: {', '.join(parts)}"
+    return "; ".join([words, *_loading_words(header, whole)])
+
+
+def _loading_words(header: Header, whole: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield what the process that used most of its host's memory while it loaded used after each part."""
+    found = {each.rank: used for each in whole if (used := loading(header, each))}
+    if found:
+        rank = max(found, key=lambda rank: max(found[rank].values()))
+        parts = ", ".join(f"{format_bytes(num_bytes)} after {name}" for name, num_bytes in found[rank].items())
+        yield f"rank {rank} used {parts}"
 
 
 def add_process(fig: go.Figure, header: Header, shown: RankTrace, axis: TimeAxis, *, row: int) -> None:
