@@ -85,6 +85,14 @@ def test_parts_of_loading_are_announced(reads, file):
     assert found == ["reading model.pt", "loading Linear"]
 
 
+def test_a_program_goes_on_where_noting_fails(reads, file, capfd):
+    reads.on_read = [].index  # raises
+    assert torch.load(file).keys() == {"weight", "bias"}
+    assert "checkpoints that are read are not seen from here on; the program continues" in capfd.readouterr().err
+    nn.Linear(6, 4).load_state_dict(torch.load(file))
+    assert len(reads.taken) == 0
+
+
 def test_nothing_is_noted_after_removal(file):
     reads, before = CheckpointReads(), (torch.load, nn.Module.load_state_dict)
     reads.install().remove()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.serialization import config
 
 from workbench.engine._torch import is_fake
+from workbench.models.patches import RESULT, Patches, Watching
 
 _BYTES = "a buffer"
 """The name of a checkpoint that was read from no file."""
@@ -72,40 +71,29 @@ class CheckpointReads:
         self.taken: weakref.WeakKeyDictionary[nn.Module, TakenTensors] = weakref.WeakKeyDictionary()
         self.on_read: Callable[[str], object] = lambda _: None
         self._files: dict[StorageWeakRef, ReadFile] = {}
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._patches = Patches("checkpoints that are read are")
 
     def install(self) -> CheckpointReads:
         """Note from now on."""
-        for owner, name, make in (
-            (torch, "load", self._reading),
-            (nn.Module, "load_state_dict", self._taking),
-            (of_models, "set_model_state_dict", self._taking),
-        ):
-            original = getattr(owner, name)
-            self._replaced.append((owner, name, original))
-            setattr(owner, name, functools.wraps(original)(make(original)))
+        self._patches.wrap(torch, "load", self._reading)
+        self._patches.wrap(nn.Module, "load_state_dict", self._taking)
+        self._patches.wrap(of_models, "set_model_state_dict", self._taking)
         return self
 
     def remove(self) -> None:
         """Note no more."""
-        while self._replaced:
-            setattr(*self._replaced.pop())
+        self._patches.undo()
 
     def unclaimed(self) -> list[ReadFile]:
         """Return the checkpoints that are in memory and of which no model has taken a tensor."""
         self._forget_freed()
         return [file for file in dict.fromkeys(self._files.values()) if not file.is_taken]
 
-    def _reading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as torch.load
-            result = load(*args, **kwargs)
-            mmap = kwargs.get("mmap")
-            is_mapped = config.load.mmap if mmap is None else mmap
-            if not (is_mapped or isinstance(result, torch.Tensor)):  # one tensor may be a part of a sharded checkpoint
-                self._note_read(result, args[0] if args else kwargs["f"])
-            return result
-
-        return call
+    def _reading(self, f: object = None, *_: object, mmap: bool | None = None, **__: object) -> Watching:
+        result = yield RESULT
+        is_mapped = config.load.mmap if mmap is None else mmap
+        if not (is_mapped or isinstance(result, torch.Tensor)):  # one tensor may be a part of a sharded checkpoint
+            self._note_read(result, f)
 
     def _note_read(self, result: object, f: object) -> None:
         self._forget_freed()
@@ -120,19 +108,16 @@ class CheckpointReads:
         if file.num_elements:
             self.on_read(f"reading {os.path.basename(file.path)}")
 
-    def _taking(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the original
-            given = [*args, *kwargs.values()]
-            state = next((each for each in given if isinstance(each, Mapping)), {})
-            taken = self._of_files(state.values())  # the call may change the state, and free its tensors
-            result = load(*args, **kwargs)
-            model = next(each for each in given if isinstance(each, nn.Module))
+    def _taking(self, *args: object, **kwargs: object) -> Watching:
+        given = [*args, *kwargs.values()]
+        model = next((each for each in given if isinstance(each, nn.Module)), None)
+        state = next((each for each in given if isinstance(each, Mapping)), {})
+        taken = self._of_files(state.values())  # the call may change the state, and free its tensors
+        yield
+        if model is not None:
             self._note_taken(model, taken)
             if taken is not None:
                 self.on_read(f"loading {type(model).__name__}")
-            return result
-
-        return call
 
     def _of_files(self, values: Iterable[object]) -> TakenTensors | None:
         """Return which of these tensors are of files; None: none."""
