@@ -11,7 +11,7 @@ from tests.helpers.jupyterlab import jupyterlab, open_notebook
 from tests.helpers.simulated_job import Setup, simulate
 from workbench.course import notebook_output as outputs
 from workbench.course import predict, predictions
-from workbench.course.predictions import PREDICTION_MIME, UNATTENDED, PredictionReport
+from workbench.course.predictions import PREDICTION_MIME, QUESTION_MIME, UNATTENDED, PredictionReport
 from workbench.errors import UsageError
 from workbench.session.snapshot import ClusterSnapshot
 from workbench.workbench import Workbench
@@ -151,6 +151,13 @@ def test_once_it_is_locked_the_answer_takes_the_place_of_the_widget(shown):
         {
             "text/plain": "Predict: How many <b>?\nlocked: 9 calls",
             "text/html": "<div><strong>Predict: How many &lt;b&gt;?</strong><br>locked: 9 calls</div>",
+            QUESTION_MIME: {
+                "version": 1,
+                "name": "gathers",
+                "question": "How many <b>?",
+                "unit": "calls",
+                "choices": [],
+            },
         }
     ]
     assert guess.answer == 9
