@@ -141,7 +141,27 @@ def test_an_interrupt_reaches_a_rank_of_another_host(bench):
     assert pending.error(5).ename == "KeyboardInterrupt"
 
 
-def test_a_stop_leaves_nothing_on_any_host(bench, profile):
+def replace(bench, rank):
+    """Kill a rank, and heal; return the host of the new one."""
+    before = bench.status().ranks[rank].pid
+    psutil.Process(before).kill()
+    wait_until(lambda: rank in bench.losses, PATIENCE_S)
+    healed = bench.heal()
+    assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.failed) == ((rank,), 0, 0, ())
+    new = bench.status().ranks[rank]
+    assert (new.alive, new.pid == before) == (True, False)
+    return new.host
+
+
+def test_ranks_that_died_are_replaced_on_their_hosts_and_a_stop_leaves_nothing_on_any(bench, profile, network):
+    losses_of(bench, mesh="hosts")
+    expected = bench.step(3).losses
+    losses_of(bench, mesh="hosts")
+    hosts = []
+    for rank in (3, 0, 3):
+        hosts.append(replace(bench, rank))
+        assert bench.step(1).losses == expected[len(hosts) - 1 : len(hosts)]
+    assert hosts == [network.names[1], network.names[0], network.names[1]]
     pids = {info.pid for info in bench._session.cluster.rank_info}
     assert all(map(psutil.pid_exists, pids))
     bench.stop()

@@ -202,6 +202,7 @@ class IppLaunch(EngineProvider):
         self._check_installed()
         self._id = secrets.token_hex(8)
         self._batch_files: list[Path] = []
+        self._replaced: list[SSHLauncher] = []
         self._queue: JobQueue | None = None
         self._is_ending = False
         self._gives_up = threading.Event()
@@ -325,20 +326,30 @@ class IppLaunch(EngineProvider):
                 "alone: %fsdp stop, then %fsdp start"
             )
         more: dict[str, Any] = {}
+        self._waits_for, self.deadline = "", 0.0
         if self._is_ssh:
-            ended = [each for each in self._cluster.engine_set.launchers.values() if each.state == "after"]
-            if len(ended) < len(ranks):
-                raise ClusterError("ssh has not reported yet which engines have ended: %fsdp heal again in a moment")
-            hosts = Counter(each.location for each in ended[-len(ranks) :])
-            more = {"engines": dict(hosts)}
-        self._waits_for = ""
+            while len(ended := self._ended_engines()) < len(ranks):
+                self._wait_a_moment("ssh has yet to report which engines have ended")
+            newest = ended[-len(ranks) :]
+            self._replaced += newest
+            more = {"engines": dict(Counter(each.location for each in newest))}
         started = self._loop.submit(self._start_engines(len(ranks), **more))
         while not started.done() or len(unused(registered, used)) < len(ranks):
             if started.done():
                 self._check(started, f"start {len(ranks)} engines")
             self._wait_a_moment(f"{ranks_in_words(ranks)} have yet to connect")
+        self._reaper.leave(self._commands_to_end(), self._note_batch_file())
         self.deadline = time.monotonic() + self._timeout_s
         return dict(zip(ranks, unused(registered, used), strict=False))
+
+    def _ended_engines(self) -> list[Any]:
+        """Return the launchers of engines that have ended and were not replaced, the newest last."""
+        return [each for each in self._ssh_launchers() if each.state == "after" and each not in self._replaced]
+
+    def _ssh_launchers(self) -> list[SSHLauncher]:
+        """Return the launcher of each engine, those of replacements last; empty with another kind of launcher."""
+        sets = self._cluster.engines.values() if self._is_ssh else ()
+        return [each for engine_set in sets for each in engine_set.launchers.values()]
 
     async def _start_engines(self, count: int = 0, **more: Any) -> None:  # noqa: ANN401 - traits of the launcher
         configured = self._settings(self._launcher_class)
@@ -421,8 +432,7 @@ class IppLaunch(EngineProvider):
 
     def _hosts(self) -> list[list[SSHLauncher]]:
         """Return the SSH launchers of running engines, grouped by host; empty with another kind of launcher."""
-        launchers = getattr(self._cluster.engine_set, "launchers", {}).values() if self._is_ssh else ()
-        return ssh_launch.by_host([launcher for launcher in launchers if launcher.state == "running"])
+        return ssh_launch.by_host([launcher for launcher in self._ssh_launchers() if launcher.state == "running"])
 
     def _note_batch_file(self) -> list[Path]:
         """Record ipyparallel's batch file by its absolute path, as the current directory may change later."""
@@ -545,11 +555,13 @@ class IppLaunch(EngineProvider):
 
     async def _stop_all(self) -> None:
         """End all engines, on every host that answers, and the controller."""
-        launchers, hosts = getattr(self._cluster.engine_set, "launchers", {}), self._hosts()
+        hosts = self._hosts()
         ended_here = {launcher for host in hosts for launcher in host}
-        for name, launcher in tuple(launchers.items()):
-            if launcher in ended_here or launcher.state == "before":
-                launchers.pop(name).state = "after"  # else each fetches its engine's output, one after the other
+        for engine_set in self._cluster.engines.values():
+            launchers = getattr(engine_set, "launchers", {})
+            for name, launcher in tuple(launchers.items()):
+                if launcher in ended_here or launcher.state == "before":
+                    launchers.pop(name).state = "after"  # else each fetches its engine's output, one after the other
         answers = await asyncio.gather(*(asyncio.to_thread(ssh_launch.end_there, host) for host in hosts))
         self._out_of_reach = [host[0].location for host, has_ended in zip(hosts, answers, strict=True) if not has_ended]
         await self._cluster.stop_cluster()
