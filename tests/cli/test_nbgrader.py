@@ -68,5 +68,5 @@ def test_feedback_has_the_points_and_names_no_answer(course, student, points):
     for name, solution in solutions(FOLDER / f"{NAME}.ipynb").items():
         for line in set(solution.splitlines()) - set(stored[name].splitlines()):
             assert (line in text) == (student == "solved"), line
-    assert "the answer:" not in text
+    assert "; the answer: " not in text
     assert ("which is not what a rank issued" in text) == (student == "empty")
