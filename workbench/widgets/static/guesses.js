@@ -67,7 +67,9 @@ export function askFirst() {
       for (const found of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".fw-measured"))) {
         const place = found.querySelector(".fw-distance");
         if (found.dataset.name !== name || !place || !guess) continue;
-        const measured = /** @type {string | number} */ (JSON.parse(found.dataset.measured ?? "0"));
+        /** @type {unknown} */
+        const parsed = JSON.parse(found.dataset.measured ?? "0");
+        const measured = typeof parsed === "string" ? parsed : Number(parsed);
         place.textContent = `; you predicted ${words}: ${distance(guess, measured)}`;
       }
       showUpToQuestion();
