@@ -53,6 +53,9 @@ def test_a_reference_gives_the_limit(run, keeps):
     assert not finding.ok
     assert "times the reference's" in finding.sentence
     assert finding.sentence.endswith("the full parameters of blocks.0-6 stay after forward: free them until backward")
+    alike = peak(keeps, reference=keeps, ratio=0.5)
+    assert not alike.ok
+    assert "free them" not in alike.sentence  # the reference keeps them too
 
 
 def test_one_class_of_bytes_has_its_own_peak(run, keeps):

@@ -61,7 +61,7 @@ def test_values_of_the_reference_pass(mine, reference):
         ("no", "yes", "'no', expected 'yes'"),
         (NAN, 1.0, "nan, expected 1"),
         ([1, -2], [-1, 2], "1 at [0], expected -1 (all have the other sign)"),
-        ([1, 1], [3, 3], "1 at [0], expected 3 (all are 3 times too small)"),
+        ([1, 1], [3, 3], "1 at [0], expected 3 (all are too small by a factor of 3)"),
         ({"a": 4.0, "b": [-8, 0]}, {"a": 1, "b": [-2, 0]}, "4 of a, expected 1 (all are 4 times as large)"),
     ],
 )

@@ -132,6 +132,13 @@ def test_verify_without_a_loss_leaves_it_out():
     assert EVIL not in str(quiet)
 
 
+@pytest.mark.parametrize(
+    ("share", "words"), [(1e-7, f"1e-08; 1e-07 of the update, in {EVIL}"), (0.0, "1e-08; no more than rounding")]
+)
+def test_verify_names_a_difference_that_rounding_explains(share, words):
+    assert dict(replace(VERIFY, max_rel_diff=share).facts())["largest difference"] == words
+
+
 def test_status_reports_what_is_missing():
     lost = StatusReport(running=True, num_rows=1, num_lost=5)
     assert "nothing yet: %fsdp shard MODEL" in str(lost)

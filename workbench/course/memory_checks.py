@@ -61,12 +61,14 @@ def peak(
     if problem := runs_no_unit(trace, number):
         return fails(problem)
     rank, came = _highest(trace, number, category)
-    limit, words = at_most, "the limit"
+    limit, words, reason = at_most, "the limit", "" if of else peak_reason(trace, number, rank)
     if reference is not None:
         other = step_of(reference, step, "the reference run")
         if isinstance(other, CheckFinding):
             return other
-        best = _highest(reference, other, category)[1]
+        best_rank, best = _highest(reference, other, category)
+        if reason and peak_reason(reference, other, best_rank):
+            reason = ""  # the reference does the same, so that is not what is wrong
         limit, words = ratio * best, f"{came / max(best, 1):.2f} times the reference's {format_bytes(best)}"
     assert limit is not None
     size = format_bytes(came)
@@ -76,7 +78,6 @@ def peak(
     else:
         against = f"{words}, more than {ratio:g}" if reference else f"more than {format_bytes(limit)}"
         moment = "" if of else f" ({memory.describe_peak(trace.header, _peak(trace, number, rank))})"
-        reason = "" if of else peak_reason(trace, number, rank)
         found = fails(f"{subject} on rank {rank}, {against}{moment}", reason)
     return replace(found, measured=(f"peak of {category.words}" if category is not None else "peak", came))
 

@@ -130,13 +130,12 @@ class Prediction:
         question = f"Predict: {self.question}"
         if self._answer is not None:
             return f"{question}\nlocked: {_with_unit(self._answer, self.unit)}"
-        example = repr(self.choices[0]) if self.choices else "NUMBER"
         answers = f" ({' | '.join(self.choices)})" if self.choices else f" (in {self.unit})" if self.unit else ""
-        return f"{question}{answers}\nLock it with: {self._variable}.lock({example})"
+        return f"{question}{answers}\nLock it with: {self._example}"
 
     @property
     def _example(self) -> str:
-        return f"{self._variable}.lock({self.choices[0]!r})" if self.choices else f"{self._variable}.lock(9)"
+        return f"{self._variable}.lock({repr(self.choices[0]) if self.choices else 'NUMBER'})"
 
     def _why_not(self, view: str) -> str:
         """Return why a view must not be shown now; empty if it may."""
@@ -181,7 +180,7 @@ class Prediction:
                 raise UsageError(f"{answer!r} is not one of the choices of {self.name!r}: {', '.join(self.choices)}")
             return answer
         if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
-            raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: {self._variable}.lock(9)")
+            raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: {self._example}")
         return answer
 
     def reveal(self, measured: Answer | None = None, because: str = "", *, of: str = "") -> None:
@@ -264,6 +263,7 @@ class Prediction:
                 note.value = html.escape(str(error))
 
         button.on_click(locks)
+        field.on_msg(lambda _, content, __: locks(None) if content.get("event") == "submit" else None)  # the Enter key
         unit = [ipywidgets.Label(self.unit, layout=wide)] if self.unit and not self.choices else []
         question = ipywidgets.HTML(f"<strong>Predict: {html.escape(self.question)}</strong>")
         box = ipywidgets.VBox([question, ipywidgets.HBox([field, *unit, button]), note])

@@ -137,7 +137,11 @@ def _ratio_words(values: Any, reference: Any) -> str:  # noqa: ANN401 - as in :f
         return ""
     if ratio == -1:
         return " (all have the other sign)"
-    return f" (all are {ratio:g} times as large)" if abs(ratio) > 1 else f" (all are {1 / ratio:g} times too small)"
+    return (
+        f" (all are {ratio:g} times as large)"
+        if abs(ratio) > 1
+        else f" (all are too small by a factor of {1 / ratio:g})"
+    )
 
 
 def _is_answer(value: Any) -> bool:  # noqa: ANN401 - as in :func:`same`

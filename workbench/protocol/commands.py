@@ -976,7 +976,7 @@ class StepComparison:
     Attributes:
         num_params: number of parameters compared.
         max_abs_diff: largest absolute difference of any element.
-        max_rel_diff: largest difference of a parameter relative to its update, both as 2-norms.
+        max_rel_diff: largest difference of a parameter relative to its update, as 2-norms; 0.0: no more than rounding.
         worst_param: the parameter with that.
         equal_bits: number of bitwise equal parameters.
         ok: whether all differences are within the tolerance.

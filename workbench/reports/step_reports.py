@@ -62,7 +62,7 @@ class RunReport(UntilReport):
 
     def facts(self) -> list[tuple[str, str]]:
         """Return the models that stay, and the events that occurred instead of a missed one."""
-        return [*([("stays", ", ".join(self.models))] if self.models else []), *super().facts()]
+        return [*([("models that stay", ", ".join(self.models))] if self.models else []), *super().facts()]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ def mean_of(x):
     return torch.cat(parts)
 
 
-# %% collectives-mean: (all are 2 times too small)
+# %% collectives-mean: (all are too small by a factor of 2)
 # %%fsdp
 def mean_of(x):
     part, parts = torch.empty(8), [torch.empty(8) for _ in range(world_size)]

@@ -22,7 +22,7 @@ def weight(my_rows, all_rows):
     return 1.0
 
 
-# %% lie-weight: times too small
+# %% lie-weight: too small by a factor of
 # %%fsdp
 def weight(my_rows, all_rows):
     return my_rows / all_rows

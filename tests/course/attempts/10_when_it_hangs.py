@@ -65,7 +65,7 @@ def mean_loss(loss):
     return loss
 
 
-# %% hang-mean: 2 times too small
+# %% hang-mean: too small by a factor of 2
 # %%fsdp
 def mean_loss(loss):
     loss = loss / world_size

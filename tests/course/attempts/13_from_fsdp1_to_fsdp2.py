@@ -30,7 +30,7 @@ def translated(net):
     return net
 
 
-# %% two-translate: the model is a FullyShardedDataParallel
+# %% two-translate: the class of the model is FullyShardedDataParallel
 # %%fsdp
 def translated(net):
     return old(net)
@@ -45,7 +45,7 @@ def translated(net):
     return fully_shard(net, reshard_after_forward=False, mp_policy=policy)
 
 
-# %% two-translate: float32 and float32
+# %% two-translate: float32 and float32; with the classic wrapper, bfloat16 and float32
 # %%fsdp
 def translated(net):
     for block in net.blocks:
@@ -78,7 +78,7 @@ def translated(net):
     return fully_shard(net, reshard_after_forward=False, mp_policy=policy)
 
 
-# %% two-translate: the model is a Net
+# %% two-translate: the class of the model is Net
 # %%fsdp
 def translated(net):
     return net

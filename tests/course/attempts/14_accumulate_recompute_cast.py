@@ -219,7 +219,7 @@ def recompute(net):
     return net
 
 
-# %% levers-recompute: expected 8 (all are 2 times too small)
+# %% levers-recompute: expected 8 (all are too small by a factor of 2)
 # %%fsdp
 from torch.utils.checkpoint import checkpoint
 
