@@ -27,7 +27,7 @@ def test_a_drawn_fault_is_hidden_until_it_is_removed():
     assert (hidden.name, hidden.words, hidden.rank, hidden.unit) == ("random", "", None, None)
     assert "straggler" not in f"{hidden}{hidden._repr_html_()}"
     shown = report(is_hidden=True, is_on=False, notes=("values are restored",))
-    assert shown.headline == "fault straggler is off: rank 1 sleeps 200 ms in every forward of unit blocks.0"
+    assert shown.headline == "fault straggler is off; it was: rank 1 sleeps 200 ms in every forward of unit blocks.0"
     assert shown.facts() == [("note", "values are restored")]
 
 

@@ -133,10 +133,15 @@ def test_verify_without_a_loss_leaves_it_out():
 
 
 @pytest.mark.parametrize(
-    ("share", "words"), [(1e-7, f"1e-08; 1e-07 of the update, in {EVIL}"), (0.0, "1e-08; no more than rounding")]
+    ("largest", "share", "words"),
+    [
+        (1e-8, 1e-7, f"1e-08; 1e-07 of the update, in {EVIL}"),
+        (1e-8, 0.0, "1e-08; no more than rounding"),
+        (0.0, 0.0, "none"),
+    ],
 )
-def test_verify_names_a_difference_that_rounding_explains(share, words):
-    assert dict(replace(VERIFY, max_rel_diff=share).facts())["largest difference"] == words
+def test_verify_names_a_difference_that_rounding_explains(largest, share, words):
+    assert dict(replace(VERIFY, max_abs_diff=largest, max_rel_diff=share).facts())["largest difference"] == words
 
 
 def test_status_reports_what_is_missing():

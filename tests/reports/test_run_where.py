@@ -184,7 +184,7 @@ def test_the_whole_text():
         f"  0     {'waits':30}  7     all-gather of blocks.2  29.0 s",
         f"  1     {'has recorded no event':30}  7     forward of blocks.2     21.0 s",
         f"  2     {'was killed, or called os._exit':30}                                29.0 s",
-        f"  3     {'has ended':30}  7     forward of blocks.2     29.0 s later",
+        f"  3     {'has ended':30}  7     forward of blocks.2     29.0 s after rank 2",
         "  rank 1 is in",
         f"    {OWN[0]}",
         f"    {OWN[1]}",

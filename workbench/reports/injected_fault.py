@@ -37,7 +37,7 @@ class InjectReport(Report):
         """The injected fault, or the one just removed."""
         if not self.words:
             return "a fault is on: find out which one"
-        return f"fault {self.name} is {'on' if self.is_on else 'off'}: {self.words}"
+        return f"fault {self.name} is {'on' if self.is_on else 'off; it was'}: {self.words}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what to type next, and the notes."""

@@ -272,9 +272,9 @@ class RunWhereReport(Report):
         """Return the time since the last event; of programs that have ended since the first end, and from there on."""
         if not position.is_over:
             return "" if position.kind is None else format_long(position.for_ns)
-        first = max(each.ago_ns for each in self.positions if each.is_over)
-        later = first - position.ago_ns
-        return f"{format_long(later)} later" if later else format_long(first)
+        first = max((each for each in self.positions if each.is_over), key=lambda each: each.ago_ns)
+        later = first.ago_ns - position.ago_ns
+        return f"{format_long(later)} after rank {first.rank}" if later else format_long(first.ago_ns)
 
 
 def _is_on_cpu(header: Header, rank: int) -> bool:

@@ -96,11 +96,11 @@ class VerifyReport(StepComparison, Report):
     def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_rel_diff and self.worst_param else ""
         of = "parameter" if self.is_repeated or self.resumed else "update"
-        share = f"{self.max_rel_diff:.3g} of the {of}{worst}"
-        if self.max_abs_diff and not self.max_rel_diff:
-            share = "no more than rounding"
+        largest = f"{self.max_abs_diff:.3g}; {self.max_rel_diff:.3g} of the {of}{worst}"
+        if not self.max_rel_diff:
+            largest = f"{self.max_abs_diff:.3g}; no more than rounding" if self.max_abs_diff else "none"
         found = [
-            ("largest difference", f"{self.max_abs_diff:.3g}; {share}"),
+            ("largest difference", largest),
             ("tolerance", self.tolerance),
             ("bitwise equal", f"{self.equal_bits} of {plural(self.num_params, 'parameter')}"),
         ]
