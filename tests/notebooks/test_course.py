@@ -87,6 +87,7 @@ def test_it_asks_for_a_prediction(path):
     code = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
     assert code.count("predict(") >= 1
     assert code.count("predict(") == code.count(".reveal(")
+    assert not re.search(r"predict\([^)]*`", code), "a widget shows a question as it is written"
 
 
 @pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path != TOUR], ids=lambda path: path.stem)
