@@ -104,9 +104,11 @@ def test_nbgrader_is_configured_in_the_folder_of_its_course_unless_it_is_already
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_solutions_and_an_assignment_are_two_things(capsys):
-    assert cli.main(["course", "x", "--solutions", "--nbgrader"]) == 2
-    assert "give --solutions or --nbgrader" in capsys.readouterr().err
+@pytest.mark.parametrize("other", ["--nbgrader", "--pages"])
+def test_solutions_an_assignment_and_pages_exclude_each_other(other, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["course", "x", "--solutions", other])
+    assert f"argument {other}: not allowed with argument --solutions" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(source, tmp_path):

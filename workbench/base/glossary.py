@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from workbench.events import ROOT
 
@@ -133,3 +134,8 @@ def explained(text: str) -> str:
     Example: ``"time exposed"`` -> ``"exposed: the part of communication that compute waits for"``.
     """
     return "\n".join(f"{term}: {MEANINGS[term]}" for term in dict.fromkeys(_TERM.findall(text)))
+
+
+def meanings(terms: Iterable[str]) -> list[tuple[str, str]]:
+    """Return terms with their meanings, as facts of a report."""
+    return [(term, MEANINGS[term]) for term in terms]

@@ -205,9 +205,10 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     course = words.add_parser("course", description=_COURSE, help="copy the notebooks into a folder and open them")
     course.add_argument("folder", nargs="?", default=COURSE_FOLDER, metavar="DIR", help=f"default: {COURSE_FOLDER}")
     course.add_argument("--copy-only", action="store_true", help="copy the notebooks, and do not open them")
-    course.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
-    course.add_argument("--pages", action="store_true", help="run the first notebooks, and write each as a page")
-    course.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
+    instead = course.add_mutually_exclusive_group()
+    instead.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
+    instead.add_argument("--pages", action="store_true", help="run the first notebooks, and write each as a page")
+    instead.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
     _add_grade_options(grade)
     about = "check the installation, train on two ranks, and say how to repair it"
@@ -352,8 +353,6 @@ def _course(args: argparse.Namespace) -> int:
     from workbench.cli import course_copy  # noqa: PLC0415 - loaded when used
 
     folder = Path(args.folder).expanduser().absolute()
-    if args.solutions and args.nbgrader:
-        return _fail(args, UsageError("give --solutions or --nbgrader: the source of an assignment has solutions"), 2)
     if args.pages:
         from workbench.cli import course_page  # noqa: PLC0415 - loaded when used
 

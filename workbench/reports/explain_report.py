@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import plotly.graph_objects as go
 
 from workbench.base.fault import Fault
+from workbench.base.glossary import meanings
 from workbench.events import Kind, UnitState
 from workbench.replay.event_marks import EventMark
 from workbench.replay.exposed_waits import WaitReason
@@ -16,7 +17,6 @@ from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group, Part
 from workbench.replay.unit_history import UnitCause
 from workbench.reports.fault_report import FaultReport
-from workbench.reports.report import meanings
 from workbench.views.mark_buttons import Marks, marked
 
 Evidence = Mapping[str, EventMark | None]

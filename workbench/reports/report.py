@@ -7,18 +7,12 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import ClassVar
 
-from workbench.base.glossary import MEANINGS
 from workbench.base.text_formats import ERROR_TEXT
 
 _MUTED = "color:var(--jp-ui-font-color2, #757575)"
-
-
-def meanings(terms: Iterable[str]) -> list[tuple[str, str]]:
-    """Return terms of the glossary with their meanings, as facts of a report."""
-    return [(term, MEANINGS[term]) for term in terms]
 
 
 def next_facts(line: str) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workbench.base.fault import listed
+from workbench.base.glossary import meanings
 from workbench.base.text_formats import format_bytes, format_share, plural
 from workbench.protocol.commands import (
     ModelSharding,
@@ -16,7 +17,7 @@ from workbench.protocol.commands import (
 from workbench.protocol.lint_reply import LintReply
 from workbench.replay.grouping import by_rank_words
 from workbench.reports.lint_faults import lint_faults
-from workbench.reports.report import Report, meanings, next_facts
+from workbench.reports.report import Report, next_facts
 
 
 @dataclass(frozen=True, kw_only=True)
