@@ -132,7 +132,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("args", "status", "text"),
     [
-        ((), 0, "model: no faults found by 29 checks"),
+        ((), 0, "model: no faults found by 30 checks"),
         (("before",), 1, "opt was made before model was sharded, so its steps do not train the model"),
         (("raise",), 2, "OSError: no data"),
         (("plain",), 2, "nor of a function of it that steps an optimizer, holds a sharded model"),
