@@ -83,7 +83,7 @@ def test_ranks_get_the_full_path_and_the_result_is_a_sentence(notebook, folder):
     cell = notebook.ok("%fsdp run train.py --lr 1e-3")
     assert notebook.fake.log[-1] == ("execute", Run(str(folder / "train.py"), ("--lr", "1e-3")))
     assert "loss 1.5" in cell.out
-    assert cell.shown[-1]["text/plain"] == "the script has ended: 3 steps in 2.00 s\n  stays  model"
+    assert cell.shown[-1]["text/plain"] == "the script has ended: 3 steps in 2.00 s\n  models that stay  model"
     assert "%fsdp run train.py --lr 1e-3" in notebook.ok("%fsdp history").shown[-1]["text/plain"]
 
 
