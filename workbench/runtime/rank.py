@@ -252,13 +252,12 @@ class RankRuntime:
 
     def _replicas(self) -> tuple[int, ...]:
         """Return the ranks that hold the same shards of all models as this one, itself included; empty: unknown."""
-        found: set[int] | None = None
-        for model in run_variables().values():
-            for each in self.watch.models_in(model):
-                for unit in each.units:
-                    ranks = set(each.layout_of(unit.index).replicas or ())
-                    found = ranks if found is None else found & ranks
-        return tuple(sorted(found or ()))
+        models = [each for model in run_variables().values() for each in self.watch.models_in(model)]
+        try:
+            found = [{*each.replicas(unit.index)} for each in models for unit in each.units]
+        except (KeyError, ValueError):  # of torch: a group of a model, or the default one, is destroyed
+            return ()
+        return tuple(sorted(set.intersection(*found))) if found else ()
 
     def take_snapshot(self, done: int) -> SnapshotReply:
         """Take a snapshot after ``done`` steps of the program's next entry; collective."""
