@@ -25,6 +25,11 @@ _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platst
 _NOT_USERS = (*_LIBRARIES, f"{Path(__file__).parents[1]}/", "<")  # <: as of frozen modules
 
 
+def is_file_of_a_cell(path: str) -> bool:
+    """Return whether a file is the temporary one of a cell."""
+    return _CELL.search(path) is not None
+
+
 class StackCall(NamedTuple):
     """A call on a stack: its file, line and function."""
 
@@ -35,7 +40,7 @@ class StackCall(NamedTuple):
     @property
     def is_of_a_cell(self) -> bool:
         """Whether the code is that of a cell."""
-        return _CELL.search(self.file) is not None
+        return is_file_of_a_cell(self.file)
 
     def __str__(self) -> str:
         name = self.file.rpartition("/")[2]
@@ -51,7 +56,7 @@ class Crash:
 
     Attributes:
         reason: faulthandler's words, such as ``Segmentation fault``; empty: the signal is no error.
-        thread: identifier of the thread that got the signal; None: it runs no Python code.
+        thread: identifier of the thread that received the signal; None: that thread runs no Python code.
         stacks: the calls of each thread, innermost first, by identifier; the main thread is the last one.
         rest: the text without crashes.
     """

@@ -326,18 +326,19 @@ class IppLaunch(EngineProvider):
                 "alone: %fsdp stop, then %fsdp start"
             )
         more: dict[str, Any] = {}
+        newest: list[SSHLauncher] = []
         self._waits_for, self.deadline = "", 0.0
         if self._is_ssh:
             while len(ended := self._ended_engines()) < len(ranks):
                 self._wait_a_moment("ssh has yet to report which engines have ended")
             newest = ended[-len(ranks) :]
-            self._replaced += newest
             more = {"engines": dict(Counter(each.location for each in newest))}
         started = self._loop.submit(self._start_engines(len(ranks), **more))
         while not started.done() or len(unused(registered, used)) < len(ranks):
             if started.done():
                 self._check(started, f"start {len(ranks)} engines")
             self._wait_a_moment(f"{ranks_in_words(ranks)} have yet to connect")
+        self._replaced += newest
         self._reaper.leave(self._commands_to_end(), self._note_batch_file())
         self.deadline = time.monotonic() + self._timeout_s
         return dict(zip(ranks, unused(registered, used), strict=False))

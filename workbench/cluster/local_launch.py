@@ -355,14 +355,16 @@ class LocalLaunch(EngineProvider):
 
     def log_tail(self, rank: int | None) -> str:
         """Return the last lines of a process's log, as the end of a message."""
-        lines, empty = self._log_lines(rank), "" if self._crash(rank).reason else "; its log is empty"
-        return f"; the end of its log:\n{os.linesep.join(lines)}" if lines else empty
+        crash = self._crash(rank)
+        if lines := _last_lines(crash):
+            return f"; the end of its log:\n{os.linesep.join(lines)}"
+        return "" if crash.reason else "; its log is empty"
 
     def _log_lines(self, rank: int | None) -> list[str]:
-        """Return the last lines of a process's log, without the stacks of a crash, of which `ending` has the line."""
-        return self._crash(rank).rest.splitlines()[-_LOG_LINES:]
+        return _last_lines(self._crash(rank))
 
     def _crash(self, rank: int | None) -> Crash:
+        """Return the last crash in a process's log."""
         try:
             return read_crash(self._log_file(rank).read_text(errors="replace"))
         except OSError:
@@ -450,6 +452,11 @@ def check_open_files(num_ranks: int) -> None:
                 f"run ulimit -n {needed} in the terminal that starts Jupyter"
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def _last_lines(crash: Crash) -> list[str]:
+    """Return the last lines of a log, without the stacks of crashes, of which :func:`_ending` has the line."""
+    return crash.rest.splitlines()[-_LOG_LINES:]
 
 
 def _ending(code: int, crash: Crash, *, has_lacked_memory: bool) -> str:

@@ -65,7 +65,6 @@ from workbench.protocol.policy import (
 
 R_co = TypeVar("R_co", covariant=True)
 C = TypeVar("C", bound="Command")
-
 Q = TypeVar("Q", bound="RankRequest[Any]")
 
 NEXT = ("event", "collective", "unit", "phase")

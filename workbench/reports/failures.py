@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from workbench.base.crash import is_file_of_a_cell
 from workbench.errors import RankDied, RankError, WorkbenchError, without_colours
 from workbench.events import unit_words
 from workbench.replay import grouping
@@ -26,7 +27,6 @@ _COLOURS = r"(?:\x1b\[[0-9;]*m)*"
 _CELL_NUMBER = re.compile(rf"^({_COLOURS}Cell{_COLOURS}) ({_COLOURS})In\[\d+\]", re.M)
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n(?:    .*\n)*', re.M)
 _FIRST_FRAME = re.compile(r"^(?=(?:\x1b\[[0-9;]*m)*File )", re.M)
-_CELL_PATH = re.compile(r"ipykernel_\d+[/\\]\d+\.py$")
 _HOW = re.compile(r"\bSIG[A-Z0-9]+\b|\bexit code \d+")
 _MACHINERY = re.compile(r"[/\\]workbench[/\\](runtime|cluster)[/\\]")
 
@@ -214,7 +214,7 @@ def place_of(failure: Failure) -> str:
     if failure.script:
         return f"line {failure.line} of {failure.script}"
     text = without_colours(failure.traceback)
-    frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if _CELL_PATH.search(f["path"]))]
+    frames = [*_CELL_FRAME.finditer(text), *(f for f in _FRAME.finditer(text) if is_file_of_a_cell(f["path"]))]
     function = frames[-1]["function"] if frames else None
     # prefer the line from the rank: after a "finally", IPython's rendering has the line of that
     line = failure.line if failure.line is not None or not frames else int(frames[-1]["line"])

@@ -120,7 +120,7 @@ class CheckpointReads:
                 self.on_read(f"loading {type(model).__name__}")
 
     def _of_files(self, values: Iterable[object]) -> TakenTensors | None:
-        """Return which of these tensors are of files; None: none."""
+        """Return the tensors among these that ``torch.load`` has allocated; None if there are none."""
         found = [(tensor, file) for tensor in _allocated(values) if (file := self._file_of(tensor)) is not None]
         for _, file in found:
             file.is_taken = True

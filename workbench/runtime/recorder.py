@@ -366,7 +366,7 @@ class Recorder:
     def give_up_step(self) -> None:
         """Leave a step that raised, without END rows for it and its collectives in flight.
 
-        A step that was expected, and of which nothing was recorded, has never been.
+        An expected step without any recorded event is dropped: its number is used again.
         """
         with self._lock:
             self._pack()

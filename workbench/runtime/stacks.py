@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 import sys
 import sysconfig
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from traceback import walk_tb
 from types import FrameType
 
+from workbench.base.crash import is_file_of_a_cell
 from workbench.protocol.rank_messages import CellLine, Frame, Thread
 from workbench.runtime.enclosing_loops import loop_words
 from workbench.runtime.namespace import user_namespace
@@ -24,7 +24,6 @@ _LIBRARIES = frozenset(
     }
 )
 _OWN = ("workbench.engine", "workbench.models", "workbench.runtime", "workbench.cluster")
-_CELL = re.compile(r"ipykernel_\d+/\d+\.py$")
 _ROOTS = [f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "stdlib")]
 _ROOTS.append(f"{Path(__file__).parents[2]}/")
 _ABOVE_THE_STEP = "workbench.runtime.rank"
@@ -110,11 +109,6 @@ def is_of_a_library(frame: FrameType) -> bool:
 def is_of_a_cell(frame: FrameType) -> bool:
     """Whether a frame's code comes from a cell; a command's frame has the cells' namespace but not their code."""
     return is_file_of_a_cell(frame.f_code.co_filename)
-
-
-def is_file_of_a_cell(path: str) -> bool:
-    """Whether a file is the temporary one of a cell."""
-    return _CELL.search(path) is not None
 
 
 def _is_of_the_script(frame: FrameType) -> bool:

@@ -19,10 +19,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from workbench.base.crash import is_file_of_a_cell
 from workbench.engine.explain import explain
 from workbench.errors import MAX_MESSAGE, shortened
 from workbench.runtime.namespace import user_namespace
-from workbench.runtime.stacks import is_file_of_a_cell, is_of_a_library, place_in_file
+from workbench.runtime.stacks import is_of_a_library, place_in_file
 
 MAX_FRAMES = 20
 """Most frames of the user's code shown for one exception: the outermost and the innermost half of them."""

@@ -1068,7 +1068,7 @@ class Session:
         """Have all ranks build new process groups and discard the step they were in.
 
         Args:
-            interrupts: counts Ctrl-C, which ends the wait after :data:`PATIENT_S`; None: Ctrl-C is not deferred.
+            interrupts: counts Ctrl-C; one that comes after :data:`PATIENT_S` ends the wait. None: it raises.
 
         Raises:
             ClusterError: it failed or timed out; the ranks can do no step together until it succeeds.
