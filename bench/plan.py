@@ -3,6 +3,9 @@
 Measured on ranks with c10d's own collectives (``WORKBENCH_COMM=default``), which are those of other machines: a plan is
 not for the shared memory of ranks on one host.
 
+A machine that others use is at times faster than at others: beside each policy a reference step is run, and a plan's
+time is that of the machine at the speed which it had then.
+
 ``python -m bench.plan`` writes the table of docs/plan.md from build/bench.json.
 """
 
@@ -26,12 +29,13 @@ from workbench.protocol.commands import Plan
 from workbench.protocol.planning import CALLED, PlannedRanks, planned_ranks
 from workbench.replay.training import summary
 from workbench.reports.plan_report import PlanReport, described
-from workbench.script.calibrator import calibrate
+from workbench.script.calibrator import HELD_OUT, CalibratingRanks, calibrate
 from workbench.script.planner import PlannedRank, plan_script
 from workbench.trace import Trace
 
 Tree = dict[str, Any]
 ENVIRONMENT = {"WORKBENCH_COMM": "default", ACTIVATIONS: "1"}
+REFERENCE = HELD_OUT[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +65,6 @@ class Compared:
             key: (planned.get(key, 0), measured.get(key, 0)) for key in {*planned, *measured} - {Category.RESERVED}
         }
         return {key.words: pair for key, pair in pairs.items() if pair[0] != pair[1]}
-
-    @property
-    def time_error_percent(self) -> float:
-        """How far the planned time is from the measured one; negative: below."""
-        return 100 * (self.planned.step_ns / self.measured.step_ns - 1)
 
 
 @contextmanager
@@ -106,25 +105,43 @@ def compare_all(num_ranks: int, *, quick: bool, say: Callable[[str], object] = p
     """Calibrate this machine, then return each policy's comparison, and a summary."""
     names = [(model, policy) for model in MODELS for policy in POLICIES][: 2 if quick else None]
     rows = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, PlannedRank(lambda _: None) as rank, measuring():
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        PlannedRank(lambda _: None) as rank,
+        CalibratingRanks(num_ranks, "cpu") as calibrated,
+        measuring(),
+    ):
         device = os.path.join(folder, "machine.json")
         calibration = calibrate(num_ranks, "cpu", device, lambda _: None).calibration
+        (usual_ns,) = (step.measured_ns for step in calibration.held_out if step.what == REFERENCE)
         ranks = planned_ranks(device, num_ranks, None)
+        before_ns = calibrated.train(REFERENCE)
         for done, (model, policy) in enumerate(names, 1):
-            rows[f"{model}, {policy}"] = _row(compare(rank, ranks, device, model, policy, STEPS))
+            found = compare(rank, ranks, device, model, policy, STEPS)
+            after_ns = calibrated.train(REFERENCE)
+            rows[f"{model}, {policy}"] = _row(found, (before_ns + after_ns) / 2 / usual_ns)
+            before_ns = after_ns
             say(f"  {done} of {len(names)}: {model}, {policy}")
     return {"calibration_error_percent": calibration.error_percent, **_summary(rows), "rows": rows}
 
 
-def _row(found: Compared) -> Tree:
+def _row(found: Compared, slowdown: float) -> Tree:
+    """Return a comparison as data.
+
+    Args:
+        found: the comparison.
+        slowdown: time of the reference step then, relative to that when the machine was calibrated.
+    """
+    planned_ns = found.planned.step_ns * slowdown
     return {
         "calls_equal": found.are_calls_equal,
         "differing_bytes": found.differing_bytes,
         "peak_planned": found.planned.peak_bytes,
         "peak_measured": found.measured.peak_bytes,
-        "planned_ms": found.planned.step_ns / 1e6,
+        "slowdown": slowdown,
+        "planned_ms": planned_ns / 1e6,
         "measured_ms": found.measured.step_ns / 1e6,
-        "time_error_percent": found.time_error_percent,
+        "time_error_percent": 100 * (planned_ns / found.measured.step_ns - 1),
     }
 
 

@@ -30,6 +30,9 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - PEP 562
 
 def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes its InteractiveShell
     """``%load_ext workbench``: register the ``%fsdp`` magics."""
+    from workbench.base.open_files import raise_limit  # noqa: PLC0415 - lazy by design
+
+    raise_limit()  # first: what follows opens files
     from workbench.cli.jupyter_extensions import has_panel, panel_notice  # noqa: PLC0415 - lazy by design
     from workbench.magics import register  # noqa: PLC0415 - lazy by design
     from workbench.panel import register as register_panel  # noqa: PLC0415 - lazy by design
@@ -38,7 +41,7 @@ def load_ipython_extension(shell: Any) -> None:  # noqa: ANN401 - IPython passes
     register_panel(magics.workbench, __version__, magics.on_close)
     notice = panel_notice()
     panel = ", or the icon with the shards" if has_panel() else ""
-    sys.stdout.write("".join(f"{line}\n" for line in (notice, f"next: %fsdp start -n 2{panel}") if line))
+    sys.stdout.write("".join(f"{line}\n" for line in (notice, f"next: {magics.workbench.next_line}{panel}") if line))
 
 
 def unload_ipython_extension(shell: Any) -> None:  # noqa: ANN401

@@ -373,6 +373,9 @@ class Category(Word):
 OFFLOADED = (Category.SHARDED_PARAMS, Category.SHARDED_GRADS, Category.OPTIMIZER_STATE)
 """Classes of bytes that offloading keeps in the host's memory."""
 
+NOT_SPLIT = "of no sharded parameter"
+"""Owner of optimizer state whose parameters are in no sharded unit: each rank has all of what its optimizer has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
@@ -660,23 +663,23 @@ class ParamTensors:
     places: tuple[tuple[object, str], ...] = ()
 
 
-class UnitIndices:
-    """The indices of units in this process, from 0.
+class Indices:
+    """Indices in this process, from 0.
 
     Attributes:
-        next: the index of the next unit.
+        next: the next index.
     """
 
     def __init__(self) -> None:
         self.next = 0
 
     def __next__(self) -> int:
-        """Return the index of a new unit."""
+        """Return a new index."""
         self.next += 1
         return self.next - 1
 
 
-UNIT_INDICES = UnitIndices()
+UNIT_INDICES = Indices()
 """Indices for the units of this process, whatever their source."""
 
 GROUP_INDICES = itertools.count()

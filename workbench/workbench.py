@@ -29,7 +29,7 @@ from workbench.cluster.engine_provider import OnWait, no_wait
 from workbench.cluster.pending_replies import Output, select
 from workbench.cluster.processes import usable_cores
 from workbench.cluster.zygote_cache import KEEPER
-from workbench.errors import Interrupted, TraceError, UsageError, WorkbenchError, did_you_mean
+from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, did_you_mean
 from workbench.events import Unit
 from workbench.export import export
 from workbench.protocol.arguments import argument_of
@@ -72,6 +72,7 @@ from workbench.reports.heal_report import HealReport
 from workbench.reports.history_report import HistoryReport, PastCommand, Source
 from workbench.reports.injected_fault import FaultListReport, InjectReport
 from workbench.reports.lint_report import LintReport
+from workbench.reports.next_line import AND_THEN, SessionStage, next_line
 from workbench.reports.output_report import CellReport, OutputReport
 from workbench.reports.pause_reports import (
     BackgroundReport,
@@ -104,6 +105,7 @@ from workbench.session.session import Session, busy_sentence
 from workbench.session.snapshot import ActiveRequest, ClusterSnapshot, Exchange
 from workbench.session.stall_notice import QUIET_S, OnStanding, chosen_quiet_s, no_standing
 from workbench.session.trace_selectors import LAST, file_at, opened_with_notes, policies, sides
+from workbench.session.variable_check import everywhere
 from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load, save
@@ -126,6 +128,9 @@ CROWDED = 4
 
 DRAWN = (*VIEWS, "compare")
 """Commands that draw a figure of numbers."""
+
+LOOKS = ("explain", "dashboard", *VIEWS)
+"""Commands after which nothing has to say that one can look at a step."""
 
 _ONLY_DRAWN = {
     "dashboard": "%fsdp status --json, %fsdp where --json and %fsdp states --json say the same",
@@ -272,6 +277,8 @@ class Workbench:
         self.record = ""
         self._recording: RecordingReader | None = None  # of the opened folder
         self._read_at_s = 0.0
+        self._step_raised = False  # the newest step
+        self._left = ""  # the line of steps that a heal left to do
         self.failed_step = ""
         """Error of the newest command that trains; empty if it completed."""
         self.open_question: Callable[[str], str] = lambda view: ""
@@ -322,7 +329,7 @@ class Workbench:
         return self._settings.copy()
 
     def start(
-        self, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice, **settings: Unpack[RankSettings]
+        self, *, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice, **settings: Unpack[RankSettings]
     ) -> StartReport:
         """Start the ranks and drop the earlier trace; ranks that are all lost are stopped first.
 
@@ -406,7 +413,7 @@ class Workbench:
         self.num_ranks = cluster.num_ranks
         self._session = Session(cluster, in_notebook=self._in_notebook, on_go=self._show_newest, quiet_s=self._quiet_s)
         self._last, self.record, self._is_new = ClusterSnapshot(trace=Trace.empty()), "", False
-        self._recording, self.failed_step = None, ""
+        self._recording, self.failed_step, self._step_raised, self._left = None, "", False, ""
         self._show_newest()
         devices = tuple(info.device for info in cluster.rank_info)
         notice = cluster.rank_info[0].notice
@@ -443,7 +450,7 @@ class Workbench:
         session = self._session
         return "" if session is None else session.cluster.one_job
 
-    def stop(self, on_notice: OnNotice = no_notice) -> str | None:
+    def stop(self, *, on_notice: OnNotice = no_notice) -> str | None:
         """Stop the ranks, if any run. The trace is kept.
 
         Attached ranks become plain engines again: their processes do not end.
@@ -466,7 +473,7 @@ class Workbench:
         on_notice("No ranks are running" if session is None else "Ranks stopped. The trace is kept: views still work")
         return "".join(left) or None
 
-    def heal(self, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice) -> HealReport:
+    def heal(self, *, on_wait: OnWait = no_wait, on_notice: OnNotice = no_notice) -> HealReport:
         """Replace ranks that died, repeat the cells and commands on all ranks, and restore the newest snapshot.
 
         The steps since that snapshot are done again, so training goes on where it was. Nothing is recorded or printed
@@ -485,9 +492,10 @@ class Workbench:
             session = self._started()
             report = heal(session, self._noting(on_wait), on_notice)
             session.output.note(f"%fsdp heal: {report.headline}", is_error=bool(report.problem))
-            return report
+            self._step_raised, self._left = False, report.next or self._left
+            return dataclasses.replace(report, next=next_line(self._stage(is_healed=True)))
 
-    def detach(self, on_notice: OnNotice = no_notice) -> None:
+    def detach(self, *, on_notice: OnNotice = no_notice) -> None:
         """Release attached ranks, which keep their variables; the trace is kept.
 
         Args:
@@ -630,6 +638,37 @@ class Workbench:
             cluster=self._target.words if self.outlives else "",
             notes=unmanaged_notes(trace.header),
             collectives=collectives_words(trace.header),
+            next=self.next_line,
+        )
+
+    @property
+    def next_line(self) -> str:
+        """What to type next; empty: nothing more than what was done before."""
+        return next_line(self._stage())
+
+    def _stage(self, *, is_healed: bool = False) -> SessionStage:
+        """Return how far the session is, which decides what comes next; ``is_healed``: ranks were just replaced."""
+        session = self._session
+        if session is None or self.held_by:
+            return SessionStage(is_running=session is not None, is_viewed=session is not None)
+        request, living = session.request, session.living()
+        models = sorted(next(iter(self.models().values()), ()), key=lambda model: -model.num_elements)
+        sharded = [model for model in models if model.is_sharded or model.units]
+        model = next(iter(sharded or models), None)
+        return SessionStage(
+            is_busy=request is not None,
+            is_stopped=request is not None and request.state == "stopped",
+            has_lost=0 < len(living) < self.num_ranks,
+            is_stuck=not living or bool(session.obstacle),
+            model="" if model is None else model.name,
+            is_sharded=bool(sharded),
+            has_optimizer=any(each.has_optimizer for each in sharded),
+            has_function=Step.fn in everywhere(self.names(), "variables"),
+            left=self._left,
+            is_healed=is_healed,
+            has_failed=self._step_raised,
+            has_stepped=max(steps(session.trace), default=-1) >= max(self._first_steps(), default=0),
+            has_looked=any(past.line.split()[1] in LOOKS for past in self._past),
         )
 
     def _rank_status(self, session: Session) -> Iterable[RankStatus]:
@@ -732,14 +771,21 @@ class Workbench:
             RankDied: a rank is gone.
             Interrupted: it was aborted.
         """
-        trains = isinstance(command, (Step, Run))
         try:
             result = self._do(command, on_progress, on_output, on_standing, on_wait, on_notice)
         except WorkbenchError as error:
-            self.failed_step = str(error) if trains else self.failed_step
+            self._note_training(command, error)
             raise
-        self.failed_step = "" if trains else self.failed_step
+        self._note_training(command, None)
         return self._introduced(result)
+
+    def _note_training(self, command: Command, error: WorkbenchError | None) -> None:
+        """Note how a command that trains or loads has ended, which decides what comes next."""
+        if isinstance(command, (Step, Run)):
+            self.failed_step = "" if error is None else str(error)
+            self._step_raised = isinstance(command, Step) and isinstance(error, RankError)
+        if isinstance(command, (Step, Run, Load)) and not isinstance(error, UsageError):
+            self._left = self._left.partition(AND_THEN)[2]
 
     def _introduced(self, result: Any) -> Any:  # noqa: ANN401 - as :meth:`do`
         """Return a report with the terms that no earlier one explained; anything else as it is."""
@@ -1222,8 +1268,12 @@ class Workbench:
             first, second, note = comparable(first, second)
             name_a = " ".join(filter(None, [f"the {PLAN}" if a == PLAN else name_a, note]))
             return (name_a, first), (f"the {PLAN}" if b == PLAN else name_b, second)
+        return policies(self._first_steps(), lambda: self.trace)
+
+    def _first_steps(self) -> list[int]:
+        """Return the number of the first step under each policy, oldest first."""
         replies = (entry.reply for entry in self.program.entries if isinstance(entry, CompletedCommand))
-        return policies([reply.first_step for reply in replies if isinstance(reply, ShardReply)], lambda: self.trace)
+        return [reply.first_step for reply in replies if isinstance(reply, ShardReply)]
 
     def _named(self, side: TraceSelector) -> TraceSelector:
         """Return the trace of the newest plan for its name, and any other side of a comparison as it is."""

@@ -8,6 +8,7 @@ accuses a wrong rank, or finds a fault in a sound script.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -121,6 +122,18 @@ def torch_of(python: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def interpreter(name: str) -> str:
+    """Return the absolute path of an interpreter: scripts run in folders of their own.
+
+    Raises:
+        ArgumentTypeError: there is none.
+    """
+    found = shutil.which(name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"no such interpreter: {name}")
+    return str(Path(found).absolute())
+
+
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -132,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="default: all scripts")
     parser.add_argument("--moments", nargs="+", choices=list(Moment), default=list(Moment), help="default: all")
     parser.add_argument("--jobs", type=int, default=2, help="scripts that run at the same time (default 2)")
-    parser.add_argument("--python", default=sys.executable, help="interpreter of the ranks, for another torch")
+    parser.add_argument(
+        "--python", type=interpreter, default=sys.executable, help="interpreter of the ranks, for another torch"
+    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds to wait for an event (default 240)")
     parser.add_argument(
         "--fork", action="store_true", help="fork ranks from one process, which is quicker than torchrun"

@@ -60,6 +60,7 @@ class Cause(Enum):
     GRADIENT_SCALE = "Gradients are larger or smaller by a factor than those of the unsharded model."
     EXTRA_OPTIMIZER_STEP = "The culprit steps its optimizer more often than the others."
     SYNC_LEFT_OFF = "Gradients are not reduced over the ranks, because synchronization was switched off."
+    NOT_AVERAGED = "Some parameters are trained outside of what averages gradients, so ranks part."
     NOT_RESHUFFLED = "A sampler shuffles, and gives the same order in each epoch."
     SAME_DATA = "All ranks train on the same samples."
     OPTIMIZER_BEFORE_SHARDING = "The optimizer holds parameters that sharding has replaced."
@@ -271,6 +272,15 @@ HANGS = (
         wrong=(Cause.STUCK_OUTSIDE,),
     ),
     Case(
+        "hand_pipeline_tail",
+        2,
+        Kind.HANG,
+        (Cause.UNPAIRED_P2P,),
+        (r(0, 1), r(0), r(1)),
+        ("12", "11"),  # messages from the first stage to the second
+        wrong=(Cause.STUCK_OUTSIDE, Cause.LEFT_OUT_COLLECTIVE),
+    ),
+    Case(
         "remote_storage_stall",
         2,
         Kind.HANG,
@@ -278,6 +288,20 @@ HANGS = (
         (r(1),),
         wrong=(Cause.UNEVEN_STEPS,),
         unreached={Moment.TIMEOUT: "the rank that sleeps for an hour has no collective whose timeout would end it"},
+    ),
+    # which of them gets the lock first is by chance
+    Case(
+        "report_under_lock", 2, Kind.HANG, (Cause.STUCK_OUTSIDE,), (r(0), r(1)), ("lock",), wrong=(Cause.UNEVEN_STEPS,)
+    ),
+    Case(
+        "timed_section",
+        2,
+        Kind.HANG,
+        (Cause.ALONE_IN_COLLECTIVE, Cause.LEFT_OUT_COLLECTIVE, Cause.BACKWARD_LEFT_OUT),
+        (r(1),),
+        ("KeyError", "bird"),
+        wrong=(Cause.STUCK_OUTSIDE,),
+        min_torch=CPP,
     ),
     Case("logger_lock", 3, Kind.HANG, (Cause.STUCK_OUTSIDE,), (r(2),), wrong=(Cause.UNEVEN_STEPS,)),
     Case(
@@ -474,6 +498,7 @@ NUMBERS = (
         line=False,
         abstain="each rank takes the mean of its own batch, with and without sharding",
     ),
+    Case("unfrozen_later", 2, Kind.LINT, (Cause.NOT_AVERAGED,), words=("unfrozen", "blocks.1"), line=False),
     Case("no_set_epoch", 2, Kind.LINT, (Cause.NOT_RESHUFFLED,), words=("set_epoch",), line=False),
     Case("same_data_everywhere", 2, Kind.LINT, (Cause.SAME_DATA,), words=("sampler",), line=False),
     Case("optimizer_too_early", 2, Kind.LINT, (Cause.OPTIMIZER_BEFORE_SHARDING,), words=("optimizer",), line=False),
@@ -511,6 +536,8 @@ SOUND = (
     sound("sound_pipelining_1f1b", 2),
     sound("sound_moe_dispatch", 3),
     sound("sound_agreed_skip", 3),
+    sound("sound_async_save", 2),
+    sound("sound_own_experts", 2, "lint"),
     sound("sound_recipe_dropout", 2, "verify"),
     sound("sound_recipe_accumulate", 2, "verify"),
     sound("sound_recipe_lint", 2, "lint"),

@@ -44,6 +44,7 @@ RULES: Mapping[str, tuple[Cause, ...]] = {
     "parameters-replaced": (Cause.OPTIMIZER_BEFORE_SHARDING,),
     "sync-left-off": (Cause.SYNC_LEFT_OFF,),
     "wrapper-bypassed": (Cause.SYNC_LEFT_OFF,),
+    "in-no-unit": (Cause.NOT_AVERAGED,),
     "no-set-epoch": (Cause.NOT_RESHUFFLED,),
     "same-data": (Cause.SAME_DATA,),
     "buffers-differ": (Cause.BUFFERS_DIFFER,),

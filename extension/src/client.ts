@@ -16,11 +16,20 @@ export const SILENT_MS = 1_800;
 /** Questions in a row without an answer after which the kernel is more than slow: about ten seconds. */
 export const MANY_SILENCES = 6;
 
+/** Questions without an answer after which a socket is opened anew, since the server answers again: about nine seconds. */
+export const MORE_SILENCES = 5;
+
 /** Carries messages to the kernel; those from the kernel go to `Client.receive`. */
 export interface Channel {
   send(question: PanelQuestion): void;
   /** Whether the kernel runs something, so that it may answer late. */
   readonly isBusy?: () => boolean;
+  /** Whether messages reach the kernel now; JupyterLab reopens a lost socket. */
+  readonly isConnected?: () => boolean;
+  /** Whether the server answers at all: where a network loses everything, a socket stays open for minutes. */
+  readonly isReachable?: () => Promise<boolean>;
+  /** Open the connection to the kernel again. */
+  readonly reconnect?: () => void;
 }
 
 /** State of the connection between panel and kernel. */
@@ -29,7 +38,7 @@ export type Standing =
   | { readonly kind: "opening" }
   | { readonly kind: "refused"; readonly text: string }
   | { readonly kind: "live" }
-  | { readonly kind: "silent"; readonly why: "busy" | "slow" | "lost" };
+  | { readonly kind: "silent"; readonly why: "cut" | "unreachable" | "busy" | "slow" | "lost" };
 
 /** Why there is no kernel to ask. */
 export type Away = "no notebook" | "no kernel" | "not loaded" | "restarting" | "dead" | "cut" | "connecting";
@@ -41,6 +50,9 @@ export type Asked = WithoutNumber<PanelQuestion>;
 
 /** The answers that have a word, by that word. */
 export type AnswerOf<W extends PanelAnswer["word"]> = Extract<PanelAnswer, { word: W }>;
+
+/** Why a question without an answer was given up after the connection was lost for a while. */
+export const LOST = "The connection was lost before the kernel answered. %fsdp output says how it ended.";
 
 /** A question was refused, or its answer can no longer arrive. */
 export class Refusal extends Error {}
@@ -61,6 +73,11 @@ export class Client implements IDisposable {
   #number = 0;
   #look = -1; // number of the pending `look`
   #silences = 0; // questions in a row
+  #isUnreachable = false;
+  #isAsking = false; // whether the server answers
+  #reconnectAt = Infinity; // number of silences
+  #doubted = -1; // number of the newest question whose answer may be lost
+  #calm = 0; // states in a row, since then, of ranks that do nothing
   #timer: ReturnType<typeof setTimeout> | undefined;
   #restMs = 0;
   #isAwake = true;
@@ -164,9 +181,29 @@ export class Client implements IDisposable {
     clearTimeout(this.#timer);
     this.#look = -1;
     this.#silences = 0;
+    if (this.#standing.kind === "silent" && ["cut", "unreachable", "lost"].includes(this.#standing.why)) {
+      this.#doubted = this.#number;
+      this.#calm = 0;
+    }
+    this.#isUnreachable = false;
+    this.#reconnectAt = Infinity;
     this.#stand({ kind: "live" });
     this.#stateChanged.emit(state);
+    this.#giveUpLost(state);
     if (this.#isAwake) this.#timer = setTimeout(() => { this.#askState(true); }, this.#restMs);
+  }
+
+  /** Give up the questions from before a cut, whose answers follow an event of the ranks, once there is none any more. */
+  #giveUpLost({ request, cluster }: State): void {
+    if (this.#doubted < 0) return;
+    this.#calm = request === null && cluster.exchange === "" ? this.#calm + 1 : 0;
+    if (this.#calm < 2) return;
+    const lost = [...this.#waiting].filter(([number]) => number <= this.#doubted);
+    this.#doubted = -1;
+    for (const [number, { reject }] of lost) {
+      this.#waiting.delete(number);
+      reject(new Refusal(LOST));
+    }
   }
 
   #askState(wait: boolean): void {
@@ -175,10 +212,37 @@ export class Client implements IDisposable {
     if (this.#look < 0) return;
     this.#timer = setTimeout(() => {
       this.#silences += 1;
-      const isSlow = this.#silences < MANY_SILENCES;
-      this.#stand({ kind: "silent", why: this.#channel?.isBusy?.() ? "busy" : isSlow ? "slow" : "lost" });
+      if (this.#silences > 1) void this.#askServer(this.#channel);
+      this.#stand({ kind: "silent", why: this.#whySilent() });
       this.#askState(false);
     }, SILENT_MS);
+  }
+
+  /**
+   * Find out whether the server answers. If it does again, the socket to the kernel may bring what was sent meanwhile,
+   * such as the end of a cell; or never notice, and is then opened anew.
+   */
+  async #askServer(channel: Channel | null): Promise<void> {
+    if (this.#isAsking || channel?.isReachable === undefined) return;
+    this.#isAsking = true;
+    const isReachable = await channel.isReachable();
+    this.#isAsking = false;
+    if (channel !== this.#channel || this.#standing.kind !== "silent") return;
+    if (!isReachable) this.#reconnectAt = Infinity;
+    else if (this.#isUnreachable) this.#reconnectAt = this.#silences + MORE_SILENCES;
+    this.#isUnreachable = !isReachable;
+    if (this.#silences >= this.#reconnectAt) {
+      this.#reconnectAt = Infinity;
+      channel.reconnect?.();
+    }
+    this.#stand({ kind: "silent", why: this.#whySilent() });
+  }
+
+  #whySilent(): "cut" | "unreachable" | "busy" | "slow" | "lost" {
+    if (this.#isUnreachable) return "unreachable";
+    if (this.#channel?.isConnected?.() === false || this.#reconnectAt < Infinity) return "cut";
+    if (this.#channel?.isBusy?.() === true) return "busy";
+    return this.#silences < MANY_SILENCES ? "slow" : "lost";
   }
 
   #send(question: Asked): number {
@@ -195,7 +259,9 @@ export class Client implements IDisposable {
   #end(): void {
     clearTimeout(this.#timer);
     this.#channel = null;
-    this.#look = -1;
+    this.#look = this.#doubted = -1;
+    this.#isUnreachable = false;
+    this.#reconnectAt = Infinity;
     const waiting = [...this.#waiting.values()];
     this.#waiting.clear();
     for (const { word, reject } of waiting) reject(new Refusal(`The kernel ended before it answered (${word}).`));

@@ -1,6 +1,7 @@
 /** The active notebook and the ranks of its kernel: each notebook has its own model, awake while it is active. */
 import { Dialog, type ISessionContext, showDialog } from "@jupyterlab/apputils";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
+import { ServerConnection } from "@jupyterlab/services";
 import type { IDisposable } from "@lumino/disposable";
 import { type ISignal, Signal } from "@lumino/signaling";
 
@@ -13,6 +14,19 @@ import { count, isCrowd } from "./words";
 
 /** Milliseconds that a kernel may take to answer once it has loaded the workbench. */
 const LOADED_MS = 20_000;
+
+/** Milliseconds that a server that can be reached takes to answer, at most. */
+const REACHED_MS = 4_000;
+
+/** Whether the Jupyter server answers. */
+async function isReachable(): Promise<boolean> {
+  const settings = ServerConnection.makeSettings();
+  const init = { signal: AbortSignal.timeout(REACHED_MS), cache: "no-store" as const };
+  return ServerConnection.makeRequest(`${settings.baseUrl}api`, init, settings).then(
+    () => true,
+    () => false,
+  );
+}
 
 /** One notebook, and the panel's side of its kernel. */
 export class Followed implements IDisposable {
@@ -28,7 +42,14 @@ export class Followed implements IDisposable {
     this.#session = session;
     this.#connection = new Connection(session, TARGET, {
       opened: (send) => {
-        this.client.begin({ send, isBusy: () => session.session?.kernel?.status === "busy" });
+        const kernel = session.session?.kernel;
+        this.client.begin({
+          send,
+          isBusy: () => kernel?.status === "busy",
+          isConnected: () => kernel?.connectionStatus === "connected",
+          isReachable,
+          reconnect: () => { this.reconnect(); },
+        });
       },
       received: (data) => {
         this.client.receive(data as unknown as PanelAnswer);

@@ -227,6 +227,7 @@ export interface ModelInfo {
   readonly policy: ModelPolicy | null;
   readonly units: readonly number[];
   readonly never_cleared: readonly string[];
+  readonly has_optimizer: boolean;
 }
 
 export interface Model extends ModelInfo { readonly ranks: readonly number[]; }

@@ -120,7 +120,7 @@ export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): strin
   if (!isKnown) return LOOKING;
   if (!hasModel && !isSharded) return "Define a model in a %%fsdp cell, and run the cell.";
   if (!isSharded) return "Choose below how to shard the model.";
-  return hasStep ? "" : "Define train_step() in a %%fsdp cell, and run the cell.";
+  return hasStep ? "" : "Define train_step() in a %%fsdp cell, with an optimizer, and run the cell.";
 }
 
 /** At which step a picture or a table shows the ranks: it stays as it is while they train. Empty: none is recorded. */
@@ -247,7 +247,9 @@ export function headline(state: State, isGivingUp = false): Headline {
   }
   if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
   if (!cluster.is_running) return { tone: "plain", text: "No ranks" };
-  return { tone: "plain", text: `${count(state.ranks.length, "rank")}, idle` };
+  const ranks = count(state.ranks.length, "rank");
+  if (cluster.exchange === "start") return { tone: "busy", text: `${ranks}: one that died is being replaced` };
+  return { tone: "plain", text: `${ranks}, idle` };
 }
 
 /** The host of the ranks, or the number of hosts. */
@@ -274,14 +276,25 @@ export function count(number: number, noun: string): string {
   return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }
 
-const SILENCES = { busy: "is busy", slow: "is slow to answer", lost: "does not answer" } as const;
+const SILENCES = {
+  cut: "cannot be reached: the connection is lost, and JupyterLab tries to reopen it",
+  unreachable: "cannot be reached: the Jupyter server does not answer, as without a network. The panel tries again until it does",
+  busy: "is busy",
+  slow: "is slow to answer",
+  lost: "does not answer",
+} as const;
+
+/** Whether the reason of a silence is a connection that is lost. */
+function isLost(why: string): boolean {
+  return why === "cut" || why === "unreachable";
+}
 
 /** The text of the status bar: number of ranks, loss, steps per second, or where they are stopped. */
 export function statusLine(standing: Standing, state: State | null): Headline | null {
+  if ("why" in standing && isLost(standing.why)) return { tone: "bad", text: "FSDP: connection lost" };
   if (standing.kind === "silent") {
     return { tone: standing.why === "lost" ? "bad" : "plain", text: `FSDP: the kernel ${SILENCES[standing.why]}` };
   }
-  if (standing.kind === "away" && standing.why === "cut") return { tone: "bad", text: "FSDP: connection lost" };
   if (state === null || (!state.cluster.is_running && state.ranks.length === 0)) return null;
   const head = headline(state);
   if (head.tone === "bad" || head.tone === "held") return { tone: head.tone, text: `FSDP: ${head.text}` };
@@ -334,7 +347,8 @@ export function explained(standing: Standing, loadError: string): { text: string
   if (standing.kind === "refused") return { text: standing.text, action: null };
   if (standing.kind === "opening") return { text: "Waiting for the kernel\u2026", action: null };
   if (standing.kind === "silent") {
-    return { text: `The kernel ${SILENCES[standing.why]}. The panel shows its last state.`, action: null };
+    const action = isLost(standing.why) ? "reconnect" : null; // JupyterLab may wait two minutes until it tries
+    return { text: `The kernel ${SILENCES[standing.why]}. The panel shows its last state.`, action };
   }
   if (standing.kind === "live") return { text: "", action: null };
   switch (standing.why) {
@@ -345,7 +359,7 @@ export function explained(standing: Standing, loadError: string): { text: string
     case "restarting":
       return { text: "The kernel is restarting\u2026", action: null };
     case "dead":
-      return { text: "The kernel and its ranks have died. Restart the kernel to begin again.", action: null };
+      return { text: "The kernel has died, and its ranks too unless they were attached. Restart the kernel to begin again.", action: null };
     case "cut":
       return {
         text: "The connection to the kernel is closed, and JupyterLab does not reopen it. The kernel and its ranks may still be running.",

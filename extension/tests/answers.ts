@@ -240,6 +240,7 @@ export const ANSWERS = {
           1
         ],
         "never_cleared": [],
+        "has_optimizer": false,
         "ranks": [
           0,
           1

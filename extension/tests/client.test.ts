@@ -1,6 +1,6 @@
 import { beforeEach, describe, expect, it, vi } from "vitest";
 
-import { Client, Refusal, MANY_SILENCES, SILENT_MS } from "../src/client";
+import { Client, LOST, MORE_SILENCES, Refusal, MANY_SILENCES, SILENT_MS } from "../src/client";
 import { type PanelQuestion, type State, VERSION } from "../src/protocol";
 import { ANSWERS } from "./answers";
 import { state } from "./told";
@@ -14,6 +14,9 @@ class Kernel {
   readonly asked: PanelQuestion[] = [];
   readonly client = new Client("0.2.0");
   readonly states: State[] = [];
+  isConnected = true;
+  isReachable = true;
+  reconnects = 0;
 
   constructor() {
     this.client.stateChanged.connect((_, told) => {
@@ -28,7 +31,12 @@ class Kernel {
   }
 
   begin(): void {
-    this.client.begin({ send: (question) => this.asked.push(question) });
+    this.client.begin({
+      send: (question) => this.asked.push(question),
+      isConnected: () => this.isConnected,
+      isReachable: () => Promise.resolve(this.isReachable),
+      reconnect: () => { this.reconnects += 1; },
+    });
   }
 
   async welcome(problem = ""): Promise<void> {
@@ -89,8 +97,51 @@ describe("a client", () => {
     await vi.advanceTimersByTimeAsync((MANY_SILENCES - 1) * SILENT_MS);
     expect(kernel.asked.length).toBe(before + MANY_SILENCES);
     expect(kernel.client.standing).toEqual({ kind: "silent", why: "lost" });
+    kernel.isConnected = false;
+    await vi.advanceTimersByTimeAsync(SILENT_MS);
+    expect(kernel.client.standing).toEqual({ kind: "silent", why: "cut" });
     kernel.tell();
     expect(kernel.client.standing.kind).toBe("live");
+  });
+
+  it("says that the server does not answer, and reconnects once it does", async () => {
+    const kernel = await new Kernel().live();
+    kernel.isReachable = false;
+    await vi.advanceTimersByTimeAsync(2 * SILENT_MS);
+    expect(kernel.client.standing).toEqual({ kind: "silent", why: "unreachable" });
+    await vi.advanceTimersByTimeAsync(150_000);
+    expect([kernel.client.standing, kernel.reconnects]).toEqual([{ kind: "silent", why: "unreachable" }, 0]);
+    kernel.isReachable = true;
+    await vi.advanceTimersByTimeAsync(MORE_SILENCES * SILENT_MS);
+    expect([kernel.client.standing, kernel.reconnects]).toEqual([{ kind: "silent", why: "cut" }, 0]);
+    await vi.advanceTimersByTimeAsync(2 * SILENT_MS);
+    expect([kernel.client.standing, kernel.reconnects]).toEqual([{ kind: "silent", why: "lost" }, 1]);
+    kernel.tell();
+    expect(kernel.client.standing.kind).toBe("live");
+  });
+
+  it("gives up what it asked before a cut once the ranks do nothing", async () => {
+    const kernel = await new Kernel().live();
+    const lost = kernel.client.ask({ word: "output", rank: null });
+    const failed = expect(lost).rejects.toEqual(new Refusal(LOST));
+    kernel.isConnected = false;
+    await vi.advanceTimersByTimeAsync(SILENT_MS);
+    const { cluster } = state();
+    const request = { line: "%fsdp step 9", is_stopped: false, stop: "", reasons: [], in_background: true, steps_done: 0, steps_total: 9 };
+    const states = [{ request }, { cluster: { ...cluster, exchange: "start" as const } }, {}, {}];
+    let isOver = false;
+    void lost.catch(() => { isOver = true; });
+    const over: boolean[] = [];
+    for (const more of states) {
+      kernel.tell(more);
+      await vi.advanceTimersByTimeAsync(0);
+      over.push(isOver);
+    }
+    expect(over).toEqual([false, false, false, true]);
+    await failed;
+    const kept = kernel.client.ask<"lines">({ word: "output", rank: null }); // asked since
+    kernel.client.receive({ ...ANSWERS.lines, number: kernel.last.number });
+    expect((await kept).word).toBe("lines");
   });
 
   it("takes no state that comes late for a new one", async () => {

@@ -141,7 +141,7 @@ describe("a control that cannot be used", () => {
     ["before they have said what they have", state(), { ...prepared, isKnown: false, hasModel: false, hasStep: false }, "Looking for models\u2026"],
     ["without a model", state(), { ...prepared, hasModel: false, isSharded: false, hasStep: false }, "Define a model in a %%fsdp cell, and run the cell."],
     ["before it is sharded", state(), { ...prepared, isSharded: false }, "Choose below how to shard the model."],
-    ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell, and run the cell."],
+    ["without a function", state(), { ...prepared, hasStep: false }, "Define train_step() in a %%fsdp cell, with an optimizer, and run the cell."],
     ["while a step runs", state({ request: STEP }), prepared, "%fsdp step 40 is still running."],
     ["while it is stopped", state({ request: STOPPED }), prepared, "%fsdp step 40 is stopped: continue or abort it first."],
     ["with a rank gone", state({ ranks: [rank(0), GONE] }), prepared, "rank 1 is gone: replace what is gone, or stop the ranks."],
@@ -270,6 +270,9 @@ describe("the headline", () => {
     expect(headline(state({ request: STEP }), true).text).toBe("Aborting %fsdp step 40\u2026");
     expect(announcement(state({ request: STEP }), true)).toBe("Aborting %fsdp step 40\u2026");
     expect(headline(state(), true).text).toBe("2 ranks, idle");
+    const { cluster } = state();
+    const healing = headline(state({ cluster: { ...cluster, exchange: "start" } }));
+    expect(healing).toEqual({ tone: "busy", text: "2 ranks: one that died is being replaced" });
   });
 
   it("counts the steps that have ended", () => {
@@ -328,6 +331,13 @@ describe("the status line", () => {
     expect(statusLine(busy, state())).toEqual({ tone: "plain", text: "FSDP: the kernel is busy" });
     expect(explained(busy, "").text).toMatch(/^The kernel is busy\./);
     expect(explained({ kind: "silent", why: "lost" }, "").text).toMatch(/^The kernel does not answer\./);
+  });
+
+  it("says of a socket that JupyterLab reopens that the connection is lost", () => {
+    const cut = { kind: "silent", why: "cut" } as const;
+    expect(statusLine(cut, state())).toEqual({ tone: "bad", text: "FSDP: connection lost" });
+    expect(explained(cut, "").text).toContain("JupyterLab tries to reopen it. The panel shows its last state.");
+    expect(explained(cut, "").action).toBe("reconnect");
   });
 
   it("says that the connection is lost for good, and the panel what to do", () => {

@@ -69,7 +69,7 @@ def test_a_hang_is_named_and_ended_and_a_viewer_sees_it(control, viewer):
     assert cause["verdict"] == (
         "rank 1 has ended, while rank 0 still issued collectives: all-reduce number 0 of c10d group 0, in cell:9"
     )
-    assert "rank 0 is in cell:9 in train_step: dist.all_reduce(loss.detach())" in cause["evidence"]
+    assert "rank 0 is in cell:9 in train_step, if 8 `rank == 0`: dist.all_reduce(loss.detach())" in cause["evidence"]
     assert viewer.ok("attach", file=file_of(control))["holder"].startswith("the notebook of ")
     assert wait_until(lambda: viewer.ok("where")["cause"]) == cause
     for tool in ("step", "abort", "cell", "start"):

@@ -1,11 +1,12 @@
 """How the exam on field scripts judges, by answers made by hand; and three scripts, run for real."""
 
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import replace
 
 import pytest
 
-from bench.field.__main__ import Result, examine, page, passes, summary, torch_of, worst
+from bench.field.__main__ import Result, examine, interpreter, page, passes, summary, torch_of, worst
 from bench.field.cases import CASES, Kind, Moment
 from bench.field.judge import RULES, Outcome, judge
 from bench.field.run import Settings
@@ -105,3 +106,11 @@ def test_one_wrong_culprit_fails_the_exam():
     assert not passes([*good, replace(RESULT, outcome=Outcome.WRONG_CULPRIT)])
     assert not passes([replace(RESULT, outcome=Outcome.ABSTAINED), *good[:4]])
     assert summary([RESULT, replace(RESULT, outcome=Outcome.WRONG)]) == "1 of 2 answers are right (1 right, 1 wrong)"
+
+
+def test_an_interpreter_is_found_from_other_folders_and_a_wrong_one_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert interpreter("./python") == f"{tmp_path}/python"
+    with pytest.raises(ArgumentTypeError, match="no such interpreter: nothing/python"):
+        interpreter("nothing/python")

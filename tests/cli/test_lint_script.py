@@ -111,6 +111,11 @@ torch.manual_seed(0)
 
 def main(before):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    if "read" in sys.argv:  # by every rank
+        model = nn.Sequential(*(nn.Linear(16, 16), nn.Linear(16, 50_000)))
+        torch.save(model.state_dict(), f"{dist.get_rank()}.pt")
+        dist.barrier()
+        model.load_state_dict(torch.load("0.pt"))
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for layer in model:
         fully_shard(layer)
@@ -132,8 +137,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("args", "status", "text"),
     [
-        ((), 0, "model: no faults found by 30 checks"),
+        ((), 0, "model: no faults found by 31 checks"),
         (("before",), 1, "opt was made before model was sharded, so its steps do not train the model"),
+        (("read",), 1, "ranks of one host each read the whole checkpoint of model into memory"),
         (("raise",), 2, "OSError: no data"),
         (("plain",), 2, "nor of a function of it that steps an optimizer, holds a sharded model"),
     ],

@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import resource
 import signal
 import stat
 import sys
@@ -11,7 +10,6 @@ import tempfile
 import threading
 import time
 import types
-from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -293,17 +291,6 @@ def test_a_start_has_no_deadline_while_a_process_works(monkeypatch):
         place.deadline = 0.0
         found.append((place.is_overdue(), place.deadline > time.monotonic()))
     assert found == [(False, True), (False, True), (True, False)]
-
-
-@pytest.mark.parametrize(("hard", "raised"), [(64, None), (4096, 224), (resource.RLIM_INFINITY, 224)])
-def test_a_limit_of_open_files_is_raised_or_named(hard, raised, monkeypatch):
-    given = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
-    refusal = pytest.raises(UsageError, match="may open 64 files, and 2 ranks need 224: run ulimit -n 224")
-    with refusal if raised is None else nullcontext():
-        local_launch.check_open_files(2)
-    assert given == ([] if raised is None else [(raised, hard)])
 
 
 def test_a_local_start_shows_what_it_waits_for_and_can_be_cancelled(make_cluster, monkeypatch, private):

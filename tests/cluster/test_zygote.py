@@ -39,18 +39,19 @@ def test_only_ranks_on_the_cpu_are_forked(monkeypatch, tmp_path):
 def test_each_rank_is_a_process_with_its_own_session_and_log(cluster):
     parent, ranks = processes_of(cluster)
     assert {rank.ppid() for rank in ranks} == {parent.pid}
-    assert {os.getsid(rank.pid) for rank in ranks} == {rank.pid for rank in ranks}
+    assert all(os.getsid(process.pid) == process.pid for process in (parent, *ranks))
     logs = [os.readlink(f"/proc/{rank.pid}/fd/2") for rank in ranks]
     assert [Path(log).name for log in logs] == ["rank-0.log", "rank-1.log", "rank-2.log"]
     assert {os.readlink(f"/proc/{rank.pid}/fd/0") for rank in ranks} == {os.devnull}
 
 
 def test_the_runtime_was_imported_once_and_random_numbers_differ(cluster):
-    cells = cluster.run_cell("import random, os, sys\nprint(random.random(), 'tests.helpers.fake_rank' in sys.modules)")
+    imported = "import sys\nprint(*(name in sys.modules for name in ('numpy.random', 'tests.helpers.fake_rank')))"
+    cells = cluster.run_cell(f"{imported}\nimport numpy, random\nprint(random.random(), numpy.random.rand())")
     assert cells.wait(PATIENCE_S)
     reported = [texts(cells, rank).split() for rank in range(3)]
-    assert len({number for number, _ in reported}) == 3
-    assert {imported for _, imported in reported} == {"True"}
+    assert [words[:2] for words in reported] == [["True"] * 2] * 3
+    assert len({number for words in reported for number in words[2:]}) == 6
 
 
 def test_a_forked_rank_has_the_environment_of_a_started_one(cluster):
@@ -60,7 +61,7 @@ def test_a_forked_rank_has_the_environment_of_a_started_one(cluster):
 
 
 @pytest.mark.parametrize("who", ["a rank", "the zygote"])
-def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
+def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who, tmp_path):
     cluster = make_cluster(2)
     cluster.start()
     parent, ranks = processes_of(cluster)
@@ -70,6 +71,9 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who):
     assert is_running(parent) == (who == "a rank")
     assert not is_running(ranks[1])
     wait_until(lambda: cluster._provider.exit_code(1) == -signal.SIGKILL)
+    if who == "the zygote":
+        with pytest.raises(ClusterError, match="forked from has ended: no process for rank 1"):
+            cluster._provider._zygote.replace(1, [], tmp_path / "log")
     cluster.stop()
     KEEPER.end()
     assert not any(map(is_running, (parent, *ranks)))

@@ -35,6 +35,13 @@ def test_the_number_that_is_wanted_is_a_limit(ahead):
     )
 
 
+def test_a_wait_before_the_last_work_is_found(ahead):
+    assert overlaps(ahead, to_end=True).sentence.startswith(
+        "ranks 0-3 wait for 7 all-gathers in step 2 while units still have work to do: issue them while units work"
+    )
+    assert overlaps(ahead, "broadcast", at_least=0, to_end=True).ok
+
+
 def test_without_any_collective_no_reason_is_given(ahead):
     assert overlaps(ahead, "broadcast").sentence == "ranks 0-3 issue 0 of 0 broadcasts ahead in step 2, not at least 1"
 

@@ -251,7 +251,7 @@ def test_the_prediction_is_shown_beside_what_was_measured_and_kept(shown):
         (9, 9, "exactly right"),
         (0.1 + 0.2, 0.3, "exactly right"),
         (12, 10, "2 too high (20%)"),
-        (1000, 10, "990 too high (9900%, 100 times the measured)"),
+        (1000, 10, "990 too high (9900%, 100 times the answer)"),
         (1, 0, "1 too high"),
         (1, math.inf, "inf too low"),
         (0, 5, "5 too low (100%)"),
@@ -265,9 +265,10 @@ def test_the_distance_is_said_in_words(predicted, measured, distance):
 
 
 @pytest.mark.parametrize(("unit", "text"), [("", "3"), ("%", "3%"), ("KiB", "3 KiB")])
-def test_a_number_has_its_unit_as_english_writes_it(unit, text):
-    report = PredictionReport(name="a", question="b", predicted=3, measured=3, unit=unit)
-    assert report.headline == f"a: predicted {text}, measured {text}: exactly right"
+@pytest.mark.parametrize(("is_planned", "found"), [(False, "measured"), (True, "planned")])
+def test_a_number_has_its_unit_as_english_writes_it_and_says_where_it_is_from(unit, text, is_planned, found):
+    report = PredictionReport(name="a", question="b", predicted=3, measured=3, unit=unit, is_planned=is_planned)
+    assert report.headline == f"a: predicted {text}, {found} {text}: exactly right"
 
 
 def test_a_number_that_json_cannot_hold_is_kept_as_text():

@@ -17,6 +17,7 @@ from tests.helpers.huggingface_models import batch, blocks, loss_of, make, shard
 from tests.helpers.parity import assert_same_shards, average_grads
 from tests.helpers.small_models import adamw
 from workbench.engine import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from workbench.runtime.checkpoint_reads import CheckpointReads
 
 pytestmark = pytest.mark.exhaustive
 
@@ -195,3 +196,34 @@ def test_experts_used_on_some_ranks_count_as_zero_on_the_others():
     used = run_ranks(2, experts_of_their_own)
     assert used[0] != used[1]
     assert not all(map(all, used[0]))
+
+
+READ = {  # the model, how it is read, and whether most of it is in memory of this process alone
+    "of its own dtype": ("Llama", {}, False),
+    "cast": ("Llama", {"dtype": torch.bfloat16}, True),
+    "not mapped": ("Llama", {"disable_mmap": True}, True),
+    "tied": ("GPT-2", {}, False),
+    "tied, cast": ("GPT-2", {"dtype": torch.bfloat16}, True),
+    "cast, of an encoder and a decoder": ("T5", {"dtype": torch.bfloat16}, True),
+    "experts that are stacked as they are read": ("Mixtral", {}, True),
+}
+
+
+@pytest.mark.parametrize(("name", "how", "is_copied"), READ.values(), ids=READ)
+def test_what_from_pretrained_copies_is_noted(name, how, is_copied, tmp_path):
+    transformers().utils.logging.disable_progress_bar()  # tqdm's would leave a thread
+    model = make(name)
+    model.save_pretrained(tmp_path)
+    reads, parts = CheckpointReads().install(), []
+    reads.on_read = parts.append
+    try:
+        read = type(model).from_pretrained(tmp_path, **how)
+        taken = reads.taken.get(read)
+        assert (taken is not None and taken.num_elements > 0.5 * sum(map(torch.numel, read.parameters()))) == is_copied
+        assert parts[-1] == f"loading {type(model).__name__}"
+        assert not is_copied or how == {"disable_mmap": True} or taken.words.endswith("B of model.safetensors")
+        later = read.double()
+        assert reads.taken[later].num_elements == sum(map(torch.numel, later.parameters()))
+        assert len(reads.taken) == 1
+    finally:
+        reads.remove()

@@ -48,6 +48,22 @@ def test_views_of_freed_memory_read_nan_and_views_of_live_memory_their_values(nu
         assert memory.tensor.isnan().all()
 
 
+@pytest.mark.parametrize("at", ["_move", "unused", "_map_nan"])
+def test_pages_of_a_range_that_could_not_be_emptied_are_returned_once(at, spare, monkeypatch):
+    first, second = PageRange(1000, torch.float32), PageRange(1000, torch.float32)
+    owner = {"_move": page_pool, "unused": page_pool.KeptPages, "_map_nan": PageRange}[at]
+    first.fill(spare)
+    with monkeypatch.context() as out_of_stack:
+        out_of_stack.setattr(owner, at, lambda *_: [].index(0))
+        with pytest.raises(ValueError, match="not in list"):
+            first.empty(spare)
+    first.empty(spare)
+    for value, memory in enumerate((first, second)):
+        memory.fill(spare)
+        memory.tensor.fill_(value)
+    assert [memory.tensor.eq(value).all().item() for value, memory in enumerate((first, second))] == [True, True]
+
+
 @pytest.mark.parametrize("numel", SIZES)
 def test_memory_in_use_is_never_shared(numel, moves, spare):
     """Fill and empty in every order; sizes differ, so that a range also gets part of another one's pages."""

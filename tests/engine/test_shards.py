@@ -172,6 +172,31 @@ def test_bytes_of_a_unit(shapes):
     assert all(0 <= r <= p.padded_rows for p in info.params for r in p.rows_per_rank)
 
 
+@given(st.tuples(st.integers(0, 99), st.integers(0, 9)), st.integers(1, 99), st.integers(1, 99))
+def test_more_ranks_never_raise_what_a_rank_owns(shape, num_ranks, more):
+    layout, on_more = (ShardLayout(torch.Size(shape), 0, count) for count in (num_ranks, num_ranks + more))
+    assert on_more.slot_numel <= layout.slot_numel
+    padding = num_ranks * layout.slot_numel - layout.numel  # it is gathered too, and rises
+    assert 0 <= padding <= (num_ranks - 1) * layout.row_numel
+
+
+@pytest.mark.parametrize(
+    ("rows", "first_rank", "num_pairs"), [(9, 0, 2), (9, 3, 2), (9, 4, 1), (7, 3, 1), (3, 0, 1), (3, 2, 1), (3, 5, 0)]
+)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_uneven_rows_are_laid_out_in_two_copies(rows, first_rank, num_pairs, is_transposed):
+    full = torch.arange(rows * 4.0).view(4, rows).T if is_transposed else torch.arange(rows * 4.0).view(rows, 4)
+    layout = ShardLayout(full.shape, 0, 7)
+    slots = torch.full((7 - first_rank, layout.slot_numel), math.nan)
+    pairs = list(layout.copy_in_pairs(full, slots, first_rank))
+    assert len(pairs) == num_pairs
+    for target, source in pairs:
+        target.copy_(source)
+    padded = torch.zeros(7 * layout.padded_rows, 4)
+    padded[:rows] = full
+    assert torch.equal(slots, padded.view(7, -1)[first_rank:])
+
+
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize("first_rank", [0, 1])
 def test_rows_of_any_dim_are_laid_out_for_some_ranks_and_come_back(dim, first_rank):

@@ -66,6 +66,7 @@ from workbench.engine._torch import (
     is_replicated,
     is_transforming,
     joined_mesh,
+    lacking_kernel,
     local_of,
     make_fake,
     make_spec,
@@ -920,6 +921,17 @@ def fake_world():
     assert [mesh.mesh.tolist(), user_mesh.mesh.tolist(), mesh.device_type] == [[0, 1], [0, 1], "cpu"]
     assert one == 1.0
     return [is_fake(each) for each in (tensor, given, model.weight, real, torch.empty(1))]
+
+
+def test_an_operation_without_a_fake_kernel_is_named():
+    with torch.library._scoped_library("workbench_test", "FRAGMENT") as library:
+        library.define("thrice(Tensor x) -> Tensor")
+        library.impl("thrice", lambda x: 3 * x, "CPU")
+        with fakes(), pytest.raises(RuntimeError) as raised:
+            torch.ops.workbench_test.thrice(torch.empty(2))
+    assert lacking_kernel(raised.value) == "workbench_test::thrice"
+    of_python = "There was no fake impl registered for <CustomOpDef(mine::scale)>. This is necessary"
+    assert [lacking_kernel(RuntimeError(text)) for text in (of_python, "out of memory")] == ["mine::scale", ""]
 
 
 def test_a_tensor_without_data_is_made_by_its_form():

@@ -11,9 +11,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.parity import assert_same_shards, average_grads
+from tests.helpers.recording_probe import recording
 from tests.helpers.small_models import Block
 from tests.helpers.unsharded_copy import DIM, data
 from workbench.engine import fully_shard
+from workbench.engine.backends.page_pool import SparePages
+from workbench.engine.unshard_memory import UnshardMemory
 
 ALIASES: dict[str, Callable[[nn.Parameter], object]] = {
     "detached": lambda p: p.detach(),
@@ -140,3 +143,37 @@ def inner_load(assign: bool, unsharded: bool) -> None:
 @pytest.mark.parametrize("unsharded", [False, True])
 def test_an_inner_module_can_load_a_state_dict(assign, unsharded):
     run_ranks(2, inner_load, assign, unsharded)
+
+
+class FailsOnce:
+    """Memory whose first call of one method raises, as code that is out of stack does anywhere."""
+
+    def __init__(self, fails: str) -> None:
+        self.tensor = torch.zeros(6)
+        self._fails = fails
+
+    def fill(self, _spare: SparePages) -> None:
+        self._raise_in("fill")
+
+    def empty(self, _spare: SparePages) -> None:
+        self._raise_in("empty")
+
+    def _raise_in(self, method: str) -> None:
+        if self._fails == method:
+            self._fails = ""
+            raise RecursionError
+
+
+def use(memory: UnshardMemory, spare: SparePages) -> None:
+    memory.take(spare)
+    memory.give_back(spare)
+
+
+@pytest.mark.parametrize(("fails", "expected"), [("fill", []), ("empty", [24, -24])])
+def test_memory_that_a_failed_step_left_is_counted_and_freed_once(fails, expected):
+    memory, spare = UnshardMemory(0, FailsOnce(fails)), SparePages()
+    with recording() as recorded:
+        with pytest.raises(RecursionError):
+            use(memory, spare)
+        memory.give_back(spare)  # as the reset after the step does
+    assert [delta for _, _, delta in recorded.deltas] == expected

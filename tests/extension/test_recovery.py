@@ -31,15 +31,24 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
+PRINTING = """
+silent, number = train_step, iter(range(10**9))
+
+def train_step():
+    print("line", next(number), "of", rank)
+    return silent()
+"""
 CELLS = [
     "%load_ext workbench",
-    f"%%fsdp{CELL}{UNHURRIED}",
+    f"%%fsdp{CELL}{UNHURRIED}{PRINTING}",
     "%fsdp shard model --wrap Block",
     "%fsdp step 1000000 --background",
 ]
 LOAD, MODEL, SHARD, STEP = range(4)
 SOCKETS = "**/api/kernels/*/channels*"
 """Addresses of the sockets between a page and its kernels."""
+SERVER = re.compile(r"/api(\?\d*)?$")
+"""Address at which a page asks whether the server answers."""
 LOST = 3000
 """Close code of a lost socket. Browsers report 1006 themselves; nobody else may send it."""
 ON_PURPOSE = 1001
@@ -50,17 +59,27 @@ class Sockets:
     """The sockets between the page and its kernels; the test can cut them, as when a laptop sleeps."""
 
     def __init__(self, page):
-        self._open = []
+        self._open, self._dead = [], []
+        self.is_open = True  # whether a new one reaches the server
         page.route_web_socket(SOCKETS, self._opened)
 
     def _opened(self, socket):
-        socket.connect_to_server()
+        if not self.is_open:
+            socket.close(code=LOST)
+            return
+        server = socket.connect_to_server()
+        socket.on_message(lambda message: None if socket in self._dead else server.send(message))
+        server.on_message(lambda message: None if socket in self._dead else socket.send(message))
         self._open.append(socket)
 
     def cut(self, code=LOST):
         assert self._open
         while self._open:
             self._open.pop().close(code=code)
+
+    def lose(self):
+        """Lose all that the open sockets carry from now on; the page does not notice."""
+        self._dead += self._open
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +183,50 @@ def test_after_a_restart_of_the_kernel_nothing_old_is_shown_and_all_of_it_works_
     expect(dashboard(lab)).to_contain_text("has not loaded the workbench yet")
     train(lab)
     shot(lab, "restarted")
+
+
+def lines_of(lab):
+    """Return the numbers of the lines in the section "Output", by rank."""
+    found = {0: [], 1: []}
+    for text in section(lab, "Output").locator(".fsdp-mod-stdout").all_inner_texts():
+        _, number, _, rank = text.split()[-4:]
+        found[int(rank)].append(int(number))
+    return found
+
+
+def test_output_while_the_page_is_cut_off_is_there_afterwards_once(lab):
+    expect(section(lab, "Output")).to_contain_text("line 3 of 1")
+    with lab.page.expect_event("websocket"):
+        lab.sockets.is_open = False
+        lab.sockets.cut()
+        expect(panel(lab)).to_contain_text("the connection is lost, and JupyterLab tries to reopen it")
+        expect(status_bar(lab)).to_have_text("FSDP: connection lost")
+        shot(lab, "cut_off")
+        before = max(map(max, lines_of(lab).values()))
+        lab.sockets.is_open = True
+        tool(lab, "Reconnect").click()
+    expect(section(lab, "Output")).to_contain_text(f"line {before + 10} of 1")
+    expect(panel(lab)).not_to_contain_text("the connection is lost")
+    for numbers in lines_of(lab).values():
+        assert numbers == [*range(numbers[0], numbers[-1] + 1)]
+        assert numbers[0] <= before
+
+
+def test_a_server_that_does_not_answer_is_named_and_the_panel_reconnects_once_it_does(lab):
+    before = max(map(max, lines_of(lab).values()))
+    lab.page.route(SERVER, lambda route: route.abort())
+    lab.sockets.lose()
+    expect(panel(lab)).to_contain_text("the Jupyter server does not answer")
+    expect(status_bar(lab)).to_have_text("FSDP: connection lost")
+    expect(tool(lab, "Reconnect")).to_be_visible()
+    shot(lab, "unreachable")
+    with lab.page.expect_event("websocket"):
+        lab.page.unroute(SERVER)
+    expect(section(lab, "Output")).to_contain_text(f"line {before + 10} of 1")
+    expect(panel(lab)).not_to_contain_text("does not answer")
+    lab.errors[:] = [each for each in lab.errors if "net::ERR_FAILED" not in each]  # of the browser, for what it lost
+    for numbers in lines_of(lab).values():
+        assert numbers == [*range(numbers[0], numbers[-1] + 1)]
 
 
 @pytest.mark.parametrize("place", [panel, dashboard], ids=["panel", "dashboard"])

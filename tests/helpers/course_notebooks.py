@@ -44,7 +44,8 @@ _WARM = """
 """
 _CLEAN = """
 import os
-os.environ.pop("WORKBENCH_ACTIVATIONS", None)
+for name in ("WORKBENCH_ACTIVATIONS", "WORKBENCH_COMM"):
+    os.environ.pop(name, None)
 get_ipython().extension_manager.unload_extension("workbench")
 get_ipython().run_line_magic("reset", "-f")
 """

@@ -460,9 +460,10 @@ class FakeCluster:
         if isinstance(request, ListModels):
             units = tuple(unit.index for unit in self.ranks[rank].header.units)  # those of the first model
             whole = totals(shards(self.job.header))
+            has_optimizer = "optimizer" in self.variables[rank]
             held = {"num_elements": whole.num_elements, "num_bytes": whole.bytes_unsharded}
             return tuple(
-                replace(example_model(name), **held, units=() if place else units)
+                replace(example_model(name), **held, units=() if place else units, has_optimizer=has_optimizer)
                 for place, name in enumerate(self.modules[rank])
             )
         if request.command.wrap == ("Blcok",):

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy.random  # noqa: F401 - torch imports it too, and forked ranks must not share its random state
 from IPython import get_ipython
 
 from workbench.base.codec import decode, decode_named, encode

@@ -33,6 +33,10 @@ from workbench.engine.backends import tell_host
 TIMEOUT_S = 120.0
 _FORK = multiprocessing.get_context("fork")
 _CONTEXTS = {"cpu": _FORK, "cuda": gpu_ranks.CONTEXT}
+if not torch.cuda.is_available():
+    # The first backward of a process decides whether forked ranks can run one: autograd starts a thread per device
+    # then, and the first FakeTensorMode makes torch count a GPU where there is none. So it comes before any test.
+    torch.ones((), requires_grad=True).backward()
 Job = tuple[Callable[..., Any], tuple[Any, ...], "type[Group]"]
 
 

@@ -101,6 +101,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def load() -> None:
+    """Import what the models need, in a process that forks ranks: else each of them does, for seconds."""
+    importlib.import_module("peft")
+    with torch.random.fork_rng(), torch.device("meta"):
+        for build in MODELS.values():
+            build()
+
+
 def make(name: str, seed: int = 0) -> nn.Module:
     """Return a model in training mode, the same on every rank."""
     torch.manual_seed(seed)

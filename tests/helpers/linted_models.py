@@ -3,6 +3,7 @@
 Each case takes the cells' namespace. All run one after another on the same ranks, see :func:`all_cases`.
 """
 
+import copy
 import functools
 import gc
 import io
@@ -230,7 +231,10 @@ def clean_after_steps(ns, engine):
 
 
 TRAINED = tuple(CASES)
-"""The cases that are also trained."""
+"""The cases that can also be trained."""
+
+TO_TRAIN = {name for name in TRAINED if not name.endswith("[torch]")}
+"""Those that are; a test adds others before it asks for the first result."""
 
 # ---- faults
 
@@ -366,6 +370,46 @@ def ddp_differs(ns):
     prepared(ns, DistributedDataParallel(make_net(dim=16)))
     with torch.no_grad():
         ns["model"].module.scale.add_(float(ns["rank"] == 1))
+
+
+@case
+def clean_ignored_by_ddp(ns):
+    model = make_net(dim=16)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["scale"])
+    prepared(ns, DistributedDataParallel(model))
+    with torch.no_grad():
+        model.scale.add_(ns["rank"])
+
+
+@case
+def added_after_ddp(ns):
+    model = make_net(dim=16)
+    model.scale.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    model.scale.requires_grad_(True)
+    model.head = copy.deepcopy(model.head)
+    prepared(ns, ddp)
+    with torch.no_grad():
+        model.scale.add_(ns["rank"])
+
+
+@case
+def options_differ(ns):
+    """As where each rank gives its own loss to ReduceLROnPlateau."""
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    ns["opt"].param_groups[0]["lr"] *= 1 + ns["rank"] % 2
+    loss_of(ns["model"], ns["tokens"]).backward()
+    ns["opt"].step()
+
+
+@case
+def steps_differ(ns):
+    """As where only rank 0 has a file to resume its optimizer from."""
+    prepared(ns, DistributedDataParallel(make_net(dim=16)))
+    loss_of(ns["model"], ns["tokens"]).backward()
+    ns["opt"].step()
+    for state in ns["opt"].state.values():
+        state["step"] += 12 * (ns["rank"] == 0)
 
 
 @with_each_engine
@@ -1124,11 +1168,8 @@ def _trained(recorder):
 # ---- running them
 
 
-_TORCHS = "[torch]"
-
-
-def _on_this_rank(suffix):
-    """Run every case, or those to train whose name ends in ``suffix``; train those with torch's engine only then.
+def _on_this_rank(to_train):
+    """Run every case, and train those named in ``to_train``.
 
     Return by name the reply or the error of ``lint``, and what :func:`_trained` returned; and the header and all rows.
     """
@@ -1136,16 +1177,16 @@ def _on_this_rank(suffix):
     begin = dict(ns)
     replies, trained = {}, {}
     runtime = rank_module.this_rank()
-    for name in [each for each in TRAINED if each.endswith(suffix)] if suffix else CASES:
+    for name, make in CASES.items():
         runtime.history.forget()
         try:
             with warnings.catch_warnings():  # of libraries, and of wrappers on what lint names too
                 warnings.simplefilter("ignore")
-                groups = CASES[name](ns) or {}
+                groups = make(ns) or {}
             rank_module._after_cell(None)
             rank_module._runtime.groups.local_world_size = groups.get("local_world_size", 4)
             replies[name] = execute(Lint())
-            if name in TRAINED and name.endswith(_TORCHS) == bool(suffix):
+            if name in to_train:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     trained[name] = _trained(runtime.recorder)
@@ -1163,25 +1204,22 @@ def _on_this_rank(suffix):
 
 
 @functools.cache
-def _by_rank(suffix):
-    return run(4, _on_this_rank, suffix, timeout_s=800)
-
-
-def _suffix(name):
-    return _TORCHS if name.endswith(_TORCHS) else ""
+def _by_rank():
+    hf.load()  # new ranks inherit it, and never collect it: half of this run was imports and collections
+    return run(4, _on_this_rank, frozenset(TO_TRAIN), timeout_s=800, fresh=True)
 
 
 @functools.cache
 def all_cases():
     """Return the replies of the four ranks to each case, by name."""
-    return {name: [decode(LintReply, replies[name], "reply") for replies, *_ in _by_rank("")] for name in CASES}
+    return {name: [decode(LintReply, replies[name], "reply") for replies, *_ in _by_rank()] for name in CASES}
 
 
 @functools.cache
-def _trace(suffix):
-    """Return the trace of all cases that one run trained on the four ranks."""
+def _trace():
+    """Return the trace of all cases that were trained on the four ranks."""
     builder = TraceBuilder()
-    for rank, (_, _, (header, drained)) in enumerate(_by_rank(suffix)):
+    for rank, (_, _, (header, drained)) in enumerate(_by_rank()):
         builder.update_header(header, rank=rank)
         builder.append(rank, drained.rows, lost=drained.lost, key_frame=drained.key_frame)
     return builder.snapshot()
@@ -1189,8 +1227,8 @@ def _trace(suffix):
 
 def trace_of(name):
     """Return the trace of the steps of a case, with its units alone."""
-    begin, header, _ = _by_rank(_suffix(name))[0][1][name]
-    part = _trace(_suffix(name)).slice(first=begin, last=begin + NUM_STEPS - 1)
+    begin, header, _ = _by_rank()[0][1][name]
+    part = _trace().slice(first=begin, last=begin + NUM_STEPS - 1)
     known = {unit.index for unit in header.units if unit.in_use}
     units = tuple(replace(unit, gone=unit.index not in known) for unit in part.header.units)
     return Trace(replace(part.header, units=units), part.ranks)
@@ -1198,7 +1236,7 @@ def trace_of(name):
 
 def verified(name):
     """Return the report of ``verify`` on a case, or why it refuses."""
-    replies = [trained[name][-1] for _, trained, _ in _by_rank(_suffix(name))]
+    replies = [trained[name][-1] for _, trained, _ in _by_rank()]
     if isinstance(replies[0], str):
         return replies[0]
     return verify_report([decode(VerifyReply, reply, "reply") for reply in replies])

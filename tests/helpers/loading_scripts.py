@@ -37,6 +37,20 @@ def shard(model):
         fully_shard(block)
     fully_shard(model)
     return model
+
+def from_pretrained(file, dtype=None):
+    \"\"\"Return a model as those of transformers are made: tests/engine/test_huggingface.py has them.\"\"\"
+    from safetensors.torch import load_file
+    with torch.device('meta'):
+        model = build()
+    for name, value in load_file(file).items():
+        owner, _, own = name.rpartition('.')
+        setattr(model.get_submodule(owner), own, torch.nn.Parameter(value.to(dtype or value.dtype)))
+    return model.eval()
+
+def broadcast(model, state):
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
 """
 
 _PROGRAMS = {
@@ -99,7 +113,54 @@ _PROGRAMS = {
         shard(model)
         """,
     ),
+    "safetensors_in_half": (
+        FAULT,
+        """
+        from safetensors.torch import load_file
+        model = build()
+        model.load_state_dict({k: v.to(torch.bfloat16) for k, v in load_file(f'{folder}/model.safetensors').items()})
+        shard(model)
+        """,
+    ),
+    "mapped_in_half": (
+        FAULT,
+        """
+        state = {k: v.half() for k, v in torch.load(f'{folder}/model.pt', mmap=True).items()}
+        model = build()
+        model.load_state_dict(state)
+        shard(model)
+        """,
+    ),
+    "pretrained_cast": (FAULT, "model = shard(from_pretrained(f'{folder}/model.safetensors', torch.float64))"),
+    "pretrained_cast_later": (FAULT, "model = shard(from_pretrained(f'{folder}/model.safetensors').double())"),
+    "pretrained_and_set_by_each": (
+        FAULT,
+        """
+        source = from_pretrained(f'{folder}/model.safetensors', torch.bfloat16)
+        model = shard(build())
+        set_model_state_dict(model, source.state_dict(), options=StateDictOptions(full_state_dict=True))
+        del source
+        """,
+    ),
     # ---- sound
+    "pretrained": (SILENT, "model = shard(from_pretrained(f'{folder}/model.safetensors'))"),
+    "pretrained_then_cast_shards": (SILENT, "model = shard(from_pretrained(f'{folder}/model.safetensors')).double()"),
+    "pretrained_on_rank_0": (
+        SILENT,
+        """
+        file = f'{folder}/model.safetensors'
+        source = from_pretrained(file, torch.bfloat16) if dist.get_rank() == 0 else torch.nn.Module()
+        model = broadcast(shard(build()), source.state_dict())
+        del source
+        """,
+    ),
+    "pretrained_teacher": (
+        SILENT,
+        """
+        teacher = from_pretrained(f'{folder}/model.safetensors', torch.bfloat16).requires_grad_(False)
+        model = shard(build())
+        """,
+    ),
     "rank_0_and_broadcast": (
         SILENT,
         """
@@ -176,6 +237,29 @@ _PROGRAMS = {
         model = build()
         model.load_state_dict(load_file(f'{folder}/model.safetensors'))
         shard(model)
+        """,
+    ),
+    "safetensors_one_by_one": (
+        SILENT,
+        """
+        from safetensors import safe_open
+        from torch.distributed.tensor import distribute_tensor
+        model = shard(build())
+        with safe_open(f'{folder}/model.safetensors', framework='pt') as file:
+            for name, param in model.named_parameters():
+                part = distribute_tensor(file.get_tensor(name).to(param.dtype), param.device_mesh, param.placements)
+                param.to_local().data.copy_(part.to_local())
+        """,
+    ),
+    "safetensors_copied_on_rank_0": (
+        SILENT,
+        """
+        from safetensors.torch import load_file
+        model = shard(build())
+        file = f'{folder}/model.safetensors'
+        state = {k: v.clone() for k, v in load_file(file).items()} if dist.get_rank() == 0 else {}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, state, options=options)
         """,
     ),
     "whole_teacher": (

@@ -61,6 +61,8 @@ pytest_add_cli_args=
     {markers}
     --hypothesis-seed=0
     --hypothesis-profile=unshrunk
+    -W
+    ignore::pytest.PytestAssertRewriteWarning
     -p
     no:cacheprovider
     --ignore
@@ -72,7 +74,8 @@ pytest_add_cli_args=
 pytest_add_cli_args_test_selection=
     {tests}
 """
-"""A server forks: ranks that tests keep for the next one would not have the change.
+"""A server forks: ranks that tests keep for the next one would not have the change. It has imported plugins of pytest
+already, of which pytest warns.
 
 The log names tests that fail. Left out are a file that numbers the frames of calls, as a function that can be changed
 has two more; a test that adds lines to the text of a source; and one whose calls from within the garbage collector end
@@ -124,7 +127,8 @@ def mutate(
         seed: what the choice depends on.
 
     Raises:
-        subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run.
+        subprocess.CalledProcessError: the tests fail without any change, or mutmut cannot run; pytest that cannot begin
+            is reported by mutmut as a change that ran out of time.
     """
     others = sorted({path.name for path in COPY.iterdir()} - {"workbench", "mutants", "log", "setup.cfg", "preloaded"})
     warmup = "collect" if all(file.startswith(ON_RANKS) for file in files) else "import"
@@ -140,6 +144,8 @@ def mutate(
     if chosen:
         _run(jobs, *(chosen if len(chosen) < len(names) else ()))
     found = _outcomes()
+    if chosen and all(found[name] == "timeout" for name in chosen):
+        raise subprocess.CalledProcessError(1, MUTMUT)
     return {name: found[name] for name in chosen}
 
 

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -79,24 +79,33 @@ def _frames(opened: Page, scheme: Scheme) -> Iterator[Image.Image]:
 
 
 def main() -> None:
-    """Draw all pictures anew."""
-    trace, chromium = load(RECORDING), find_chromium()
+    """Draw the pictures that are stale, and remember what all show."""
+    trace, chromium, now = load(RECORDING), find_chromium(), fingerprints()
     if chromium is None:
         raise SystemExit("pictures need Chromium")
     FOLDER.mkdir(exist_ok=True)
+    before = json.loads(FINGERPRINTS.read_text(encoding="utf-8")) if FINGERPRINTS.exists() else {}
+    stale = {name for name in NAMES if before.get(name) != now[name]}
     for name in VIEWS:
-        image = Image.open(io.BytesIO(screenshot(draw(name, trace)))).convert("RGB")
-        image.save(FOLDER / f"{name}.webp", quality=_QUALITY, method=6)
+        if f"{name}.webp" in stale:
+            image = Image.open(io.BytesIO(screenshot(draw(name, trace)))).convert("RGB")
+            image.save(FOLDER / f"{name}.webp", quality=_QUALITY, method=6)
+    schemes = [scheme for scheme in SCHEMES if f"dashboard-{scheme}.webp" in stale]
+    if schemes:
+        _draw_dashboards(chromium, page(trace, "A small GPT"), schemes)
+    FINGERPRINTS.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+
+
+def _draw_dashboards(chromium: str, text: str, schemes: Sequence[Scheme]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "page.html"
-        file.write_text(page(trace, "A small GPT"), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
         with open_offline(chromium, file) as opened:
-            for scheme in SCHEMES:
+            for scheme in schemes:
                 first, *others = _frames(opened.page, scheme)
                 durations = [FRAME_MS] * len(others) + [LAST_MS]
                 options = {"duration": durations, "loop": 0, "quality": _QUALITY, "method": 6}
                 first.save(FOLDER / f"dashboard-{scheme}.webp", save_all=True, append_images=others, **options)
-    FINGERPRINTS.write_text(json.dumps(fingerprints(), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

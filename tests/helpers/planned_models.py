@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from workbench.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from workbench.engine.classic import FullyShardedDataParallel, ModuleWrapPolicy
@@ -17,9 +18,21 @@ POLICIES = {
     "offload": (2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "hybrid": (4, {"mesh": (2, 2)}),
     "fewer": (4, {"reshard_after_forward": 2}),
+    "uneven": (5, {}),
     "wrapper": (2, None),
 }
 """By name: the number of ranks, and the arguments of ``fully_shard``, or None for the wrapper."""
+
+DATA_PARALLEL = {
+    "data parallel": (2, {}),
+    "data parallel, views": (3, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.004}),
+    "data parallel, unused": (2, {"find_unused_parameters": True, "bucket_cap_mb": 0.004}),
+    "data parallel, static": (2, {"static_graph": True}),
+}
+"""By name: the number of ranks, and the arguments of ``DistributedDataParallel``."""
+
+FUSED = ("hybrid", "uneven")
+"""Policies whose optimizer is fused."""
 
 
 class Block(nn.Module):
@@ -32,6 +45,8 @@ class Block(nn.Module):
 
 
 def shard(model: nn.Module, policy: str) -> nn.Module:
+    if policy in DATA_PARALLEL:
+        return DistributedDataParallel(model, **DATA_PARALLEL[policy][1])
     options = POLICIES[policy][1]
     if options is None:
         return FullyShardedDataParallel(
@@ -47,7 +62,7 @@ def shard(model: nn.Module, policy: str) -> nn.Module:
 def train(policy: str, steps: int = STEPS) -> None:
     torch.manual_seed(0)
     model = shard(nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(DIM, 5)), policy)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=policy in FUSED)
     for _ in range(steps):
         loss = model(torch.randn(4, DIM)).square().mean()
         loss.backward()

@@ -55,6 +55,18 @@ def test_tests_that_fail_without_any_change_are_named(monkeypatch, tmp_path, cap
     assert capsys.readouterr().err == sentence
 
 
+@pytest.mark.parametrize("outcomes", [{"a": "timeout", "b": "timeout"}, {"a": "timeout", "b": "killed"}])
+def test_changes_that_all_ran_out_of_time_were_not_tried(monkeypatch, tmp_path, outcomes):
+    monkeypatch.setattr(mutants, "COPY", tmp_path)
+    monkeypatch.setattr(mutants, "_run", lambda *_, **__: None)
+    monkeypatch.setattr(mutants, "_outcomes", lambda: outcomes)
+    if "killed" in outcomes.values():
+        assert mutants.mutate(["workbench/base/clock.py"], [], jobs=1) == outcomes
+    else:
+        with pytest.raises(subprocess.CalledProcessError):
+            mutants.mutate(["workbench/base/clock.py"], [], jobs=1)
+
+
 def test_a_file_that_does_not_exist_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["workbench/nothing.py"])

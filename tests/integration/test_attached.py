@@ -4,13 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.ipp_engines import running_profile
 from tests.helpers.notebook_model import CELL
 from tests.helpers.waiting import wait_until
-from workbench.errors import UsageError
+from workbench.errors import RankDied, UsageError
 from workbench.events import Kind
 from workbench.session import session
 from workbench.workbench import Workbench
@@ -209,7 +211,13 @@ def test_an_engine_that_is_no_rank_takes_the_place_of_one_that_died(profile):  #
         healed = bench.heal()
         assert (healed.ranks, healed.steps_redone, healed.steps_lost) == ((1,), 0, 0)
         assert list(bench.step(2).losses) == losses[2:]
-        os.kill(bench.status().ranks[0].pid, signal.SIGKILL)
+        pid = bench.status().ranks[0].pid
+        with pytest.raises(RankDied):
+            bench.run_cell("import ctypes\n\nctypes.string_at(0)", ranks=[0])
         wait_until(lambda: 0 in bench.losses)
+        host = bench.status().ranks[0].host
+        killed = "was killed by SIGSEGV (line 3 of the cell)"
+        assert bench.losses[0] == f"died: the process on {host} {killed}"
+        assert [*Path(tempfile.gettempdir()).glob(f"fsdp-workbench-crash-*-{pid}")] == []
         with pytest.raises(UsageError, match=r"has no engine for rank 0: start one with ipcluster engines -n 1"):
             bench.heal()

@@ -3,16 +3,19 @@
 import os
 import signal
 from ast import literal_eval
+from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from tests.helpers.waiting import wait_until
 from workbench import Workbench
 from workbench.base.text_formats import format_bytes
-from workbench.errors import RankDied, UsageError
+from workbench.errors import RankDied, RankError, UsageError
 from workbench.events import Category
 from workbench.magics.command_lines import parse_line
 from workbench.session import healing
+from workbench.trace.columns import steps
 from workbench.trace.invariants import check
 
 pytestmark = pytest.mark.cluster
@@ -36,11 +39,13 @@ model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.2), Scaled(), nn.Linear(12,
 """
 TRAINING = """
 opt = torch.optim.AdamW(model.parameters(), lr=0.05)
-schedule = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
+schedule = None
 generator = torch.Generator().manual_seed(rank)
 losses, doomed = [], {}
 
 def train_step():
+    global schedule
+    schedule = schedule or torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)  # no cell makes it
     if doomed.get(rank) == len(losses):
         os.kill(os.getpid(), signal.SIGKILL)
     loss = model(torch.randn(4, 6, generator=generator)).float().square().mean()
@@ -108,6 +113,17 @@ def kill(wb, *ranks):
     wait_until(lambda: wb.losses.keys() >= {*ranks})
 
 
+def groups_in_part(trace):
+    """Yield the groups whose collectives in the newest step are not those of all their ranks, with these."""
+    users = defaultdict(set)
+    for part in trace.ranks:
+        for group in np.unique(part.rows["comm_group"][part.rows["step"] == part.rows["step"].max()]):
+            users[group].add(part.rank)
+    for group, ranks in users.items():
+        if group >= 0 and ranks != {*trace.header.comm_groups[group].ranks}:
+            yield trace.header.comm_groups[group], ranks
+
+
 @pytest.mark.parametrize("wb", POLICIES, indirect=True)
 def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
     last = wb.num_ranks - 1
@@ -129,23 +145,31 @@ def test_training_goes_on_from_the_last_step_with_the_same_losses(wb, tmp_path):
             assert wb.heal().steps_redone == 0
         wb.step(STEPS - 5)
         assert losses_of(wb) == expected, name
+        assert [*groups_in_part(wb.trace)] == [], name
         assert wb.save(str(tmp_path / "runs")).step == 2 * STEPS * number
         assert list(check(wb.trace)) == []
 
 
 @pytest.mark.parametrize("wb", [4], indirect=True)
-def test_what_cannot_be_restored_is_named(wb, monkeypatch):
+def test_what_cannot_be_restored_is_named(wb, monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="all ranks run: nothing to heal"):
         wb.heal()
     prepare(wb)
     wb.run_cell("class Meter:\n    pass\n\nmeter, batches = Meter(), iter([1])\nmeter.seen = 0")
     wb.run_cell("only_here, meter.seen = object(), 1", ranks=[1])
+    wb.run_cell("hidden = {torch.optim.lr_scheduler.StepLR(opt, 1)}")
     wb.run_cell("torch.save(1, os.devnull)")
+    with pytest.raises(RankError, match="same error on ranks 1-3"):
+        wb.run_cell("half = 1\nraise ValueError")
+    wb.run_cell("whole = 2 * half")
     train_until(wb, {0: 5, 2: 5}, snapshot=EVERY)  # the others have both snapshots
     said = []
     healed = wb.heal(on_notice=said.append)
     assert (healed.ranks, healed.steps_redone, healed.steps_lost, healed.kept) == ((0, 2), 2, 0, ("only_here",))
-    assert (healed.other, healed.left_out) == (("batches", "meter.seen"), ("a cell that ran on rank 1 only",))
+    hidden = "an instance of StepLR that no public variable reaches"
+    assert healed.other == (hidden, "batches", "meter.seen")
+    assert healed.left_out == ("a cell that ran on rank 1 only",)
+    assert (healed.failed, healed.failed_again) == ((), ("the cell 'half = 1': ValueError",))
     assert said == ["runs again: the cell that begins with 'torch.save(1, os.devnull)', which writes a file"]
     assert set(map(len, losses_of(wb).values())) == {5}
 
@@ -164,6 +188,12 @@ def test_what_cannot_be_restored_is_named(wb, monkeypatch):
     assert (healed.ranks, healed.steps_lost, healed.next) == ((3,), 5, f"%fsdp step {STEPS} --snapshot {EVERY}")
     assert set(map(len, losses_of(wb).values())) == {0}
     assert [type(entry).__name__ for entry in wb.program.entries].count("CompletedCommand") == 1, "steps are lost"
+    assert f"views keep the lost steps, and call the next step {healed.next_step}" in str(healed).lower()
+    assert wb.status().next == healed.next
+    wb.run_cell("doomed.clear()")
+    wb.step(STEPS, snapshot=EVERY)
+    assert steps(wb.trace)[-STEPS] == healed.next_step
+    assert (wb.save(str(tmp_path / "runs")).step, wb.status().next[:13]) == (STEPS, "%fsdp explain")
 
 
 KILLED_AT = {
@@ -222,3 +252,50 @@ def test_a_rank_that_dies_inside_a_snapshot_or_save_is_healed_from_a_whole_snaps
         assert losses_of(wb) == expected, where
         for rank, num_bytes in snapshot_bytes(wb).items():
             assert f"keeps {format_bytes(num_bytes)} of snapshots" in wb.status().ranks[rank].doing, where
+
+
+DIES_IN_HEAL = {  # who dies, at which call of what, and who has the state then
+    2: {"the only source, as it sends": (0, "torch.distributed", "send", 2, ())},
+    4: {
+        "the receiver, as it receives": (3, "torch.distributed", "recv", 2, (1,)),
+        "the source, after it has sent": (1, "workbench.runtime.snapshots", "restore", 1, (3,)),
+    },
+}
+ARMED = """
+import importlib, os, signal
+from pathlib import Path
+
+def die_in(victim, owner, name, nth, armed):
+    module, calls = importlib.import_module(owner), []
+    original = getattr(module, name)
+    def counted(*args, **options):
+        calls.append(name)
+        if rank == victim and len(calls) == nth and Path(armed).exists():
+            os.remove(armed)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **options)
+    setattr(module, name, counted)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("wb", DIES_IN_HEAL, indirect=True)
+def test_a_rank_that_dies_inside_a_heal_from_replicas_is_named_and_the_next_heal_is_whole(wb, tmp_path):
+    name, last = {2: "ddp", 4: "hybrid"}[wb.num_ranks], wb.num_ranks - 1
+    prepare(wb, name, **POLICIES[wb.num_ranks].get(name, {}))
+    wb.step(STEPS)
+    expected = losses_of(wb)
+    for words, (victim, *where, holders) in DIES_IN_HEAL[wb.num_ranks].items():
+        armed = tmp_path / words  # each has its own, as a heal repeats the cells of the one before
+        prepare(wb, name, **POLICIES[wb.num_ranks].get(name, {}))
+        wb.run_cell(f"{ARMED}\ndie_in({victim}, *{where}, {str(armed)!r})")
+        wb.step(5)
+        kill(wb, last)
+        armed.touch()
+        with pytest.raises(RankDied, match=rf"^rank {victim} died: .*\. %fsdp heal begins again$"):
+            wb.heal()
+        healed = wb.heal()
+        assert (healed.replicas, healed.lacking, healed.failed) == (holders, (), ()), words
+        assert bool(healed.steps_lost) == (not holders), words
+        wb.step(STEPS - 5 if holders else STEPS)
+        assert losses_of(wb) == expected, words

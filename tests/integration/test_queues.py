@@ -111,7 +111,7 @@ def test_the_queue_state_is_shown_and_cancelling_removes_the_job(queue, of_profi
             raise KeyboardInterrupt
 
     with pytest.raises(Interrupted, match="The start was cancelled: no ranks are running"):
-        bench.start(give_up)
+        bench.start(on_wait=give_up)
     message = re.escape("0 of 2 engines are connected, in the queue as job ") + r"\d+: PENDING \(PartitionDown\), \d+ s"
     assert re.match(message, notices[-1])
     wait_until(lambda: slurm.jobs(queue) == [])
@@ -126,14 +126,14 @@ def test_a_job_that_is_taken_from_the_queue_ends_the_start(queue, of_profile):
             slurm.cancel(queue, job)
 
     with pytest.raises(ClusterError, match=r"the queue has ended job \d+: CANCELLED .*; 0 of 2 engines are connected"):
-        bench.start(take_away)
+        bench.start(on_wait=take_away)
 
 
 KERNEL = """
 import sys
 from workbench.workbench import Workbench
 bench = Workbench(2, device="cpu", profile="queue", engines="slurm")
-bench.start(lambda sentence: print("waits" if "PENDING" in sentence else "starts", flush=True))
+bench.start(on_wait=lambda sentence: print("waits" if "PENDING" in sentence else "starts", flush=True))
 bench.run_cell("import time\\nwhile True: time.sleep(0.01)", on_output=lambda _: None)
 """
 

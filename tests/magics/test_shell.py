@@ -130,13 +130,18 @@ def test_an_explanation_is_shown_with_the_picture_below_it(notebook):
 
 
 def test_each_first_result_says_what_to_type_next(bare, monkeypatch):
-    monkeypatch.setattr(Workbench, "names", lambda self: {})
-    started = bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
-    assert started.endswith("  next  a %%fsdp cell with a model, such as that of %fsdp example")
+    with monkeypatch.context() as without:
+        without.setattr(Workbench, "models", lambda self: {})
+        started = bare.ok("%fsdp start -n 2").shown[0]["text/plain"]
+    assert started.endswith("  next  a model in a %%fsdp cell, such as that of %fsdp example")
+    assert bare.ok("%fsdp status").shown[0]["text/plain"].endswith("  next      %fsdp shard model")
+    bare.fake.variables = {0: ["model"], 1: ["model"]}
     bare.fake.script["shard"] = gives(SHARD_RESULT)
     bare.fake.sharded()
     sharded = bare.ok("%fsdp shard model").shown[0]["text/plain"]
-    assert sharded.endswith("  define train_step() in a %%fsdp cell, then %fsdp step 5")
+    assert sharded.endswith("  an optimizer of model and train_step() in a %%fsdp cell, then %fsdp step 5")
+    bare.fake.variables = {0: ["model", "optimizer", "train_step"], 1: ["model", "optimizer", "train_step"]}
+    assert bare.ok("%fsdp status").shown[0]["text/plain"].endswith("  next      %fsdp step 5")
     bare.fake.script["step"] = bare.fake.trains(3)
     stepped = [bare.ok("%fsdp step 3").shown[-1]["text/plain"]]
     bare.fake.script["step"] = gives(step_result(3))

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def test_every_call_has_a_kind_its_payload_a_number_and_an_end():
         peer = rank.rows[rank.rows["kind"] == own]
         assert peer["edge"].tolist() == [Edge.BEGIN, Edge.END]
         assert set(peer["num_bytes"].tolist()) == {16}
+        assert np.isnan(peer["value"]).all()  # no rank is the root of a message
         assert set(peer[["comm_group", "comm_seq"]].tolist()) == {(1, 0)}
         begin, end = np.flatnonzero(rank.rows["kind"] == own)
         assert partners(rank.rows)[begin] == end
@@ -186,7 +188,8 @@ def test_a_call_that_failed_has_no_end(error, monkeypatch):
     watch.issued(call, work)
     future.set_exception(RuntimeError(error)) if error else future.set_result(None)
     assert watch.has_settled()
-    assert (recorder.last_event() is None) == bool(error)
+    last = recorder.last_event()
+    assert (last is None) if error else (last["t_ns"] == call.ended_ns)
 
 
 def in_groups_made_later():
@@ -446,6 +449,32 @@ def paused():
 
 def test_collectives_of_the_workbench_itself_are_not_announced():
     assert run_ranks(2, paused) == [[Kind.ALL_REDUCE, Kind.WAIT]] * 2
+
+
+def beside_a_unit():
+    probe.active, watch = Recorder(Header()), c10d.CollectiveWatch()
+
+    def issue():
+        watch.begin(dist.group.WORLD, Kind.BARRIER, (), (), is_async=False)
+
+    with c10d.Within(watch, 3):
+        issue()
+        beside = threading.Thread(target=issue)
+        beside.start()
+        beside.join()
+    return np.frombuffer(probe.active.drain().rows, ROW_DTYPE)["unit"].tolist()
+
+
+def test_what_another_thread_issues_is_of_no_unit():
+    assert run_ranks(1, beside_a_unit, fresh=True) == [[3, probe.NO_UNIT]]
+
+
+def test_of_many_results_that_are_not_waited_for_the_oldest_are_forgotten(monkeypatch):
+    monkeypatch.setattr(c10d, "_MAX_FILLING", 2)
+    watch, tensors = c10d.CollectiveWatch(), [torch.ones(1) for _ in range(4)]
+    for tensor in [*tensors, tensors[1]]:
+        watch.fills(c10d.Call(Kind.ALL_REDUCE, 0, 4, None, is_async=True, on_device=False), (tensor,))
+    assert [len(list(watch.wait_for_tensor(tensor))) for tensor in tensors] == [0, 1, 0, 1]
 
 
 class Unfinished:

@@ -1,8 +1,11 @@
 """What ``models/`` uses of torch's private API exists in this version, and means what it is taken for."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -279,6 +282,27 @@ def replicas():
 def test_replicas_their_buckets_and_the_end_of_their_backward():
     one, other = run_ranks(2, replicas)
     assert torch.equal(one, other)
+
+
+def buckets_within():
+    entered = []
+
+    @contextmanager
+    def at_work():
+        entered.append(None)
+        yield
+
+    before = DistributedDataParallel.__init__
+    with _torch.around_reducers(at_work):
+        model = DistributedDataParallel(nn.Linear(2, 2), [0], output_device=0)  # of which no rank here has one
+        model(torch.ones(1, 2))
+    assert DistributedDataParallel.__init__ is before
+    model(torch.ones(1, 2))
+    return len(entered)
+
+
+def test_buckets_are_made_and_rebuilt_within_a_context():
+    assert run_ranks(2, buckets_within) == [2, 2]
 
 
 def test_the_tensors_of_an_output_are_found():

@@ -19,6 +19,7 @@ from workbench.protocol.policy import CLASSIC, FULLY_SHARD, TORCH, WORKBENCH
 from workbench.protocol.rank_messages import ListModels
 from workbench.replay.collectives import compare
 from workbench.replay.differences import differences
+from workbench.replay.memory import not_split
 from workbench.runtime import rank as rank_module
 from workbench.runtime import shard_planning
 from workbench.trace.invariants import check
@@ -70,7 +71,8 @@ def one_step_then_shard(engine, api, policy):
     out["rules"], out["units"] = check(trace), trace.header.units
     out["differs"] = [row for row in compare(trace, 2) if row.differs]
     live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
-    out["bytes"] = live[Category.SHARDED_PARAMS], live[Category.OPTIMIZER_STATE]
+    kept = not_split(trace.header, rank.rows)
+    out["bytes"] = live[Category.SHARDED_PARAMS], live[Category.OPTIMIZER_STATE], kept
     out["said"] = [title_and_subtitle(draw(view, trace))[1] for view in ("layout", "memory", "comms")]
     out["trace"] = trace
     (out["model"],) = rank_module.this_rank().answer(ListModels())

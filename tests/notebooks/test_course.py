@@ -210,7 +210,7 @@ def test_views_draw_an_fsdp_of_one_s_own(own):
     *_, layout = outputs(own, "%fsdp layout")
     assert "4 parameters in 1 unit, packed into 1 flat parameter" in layout
     (training,) = outputs(own, "%fsdp training")
-    assert "in 20 steps" in training
+    assert "in 15 steps" in training
 
 
 def test_an_fsdp_of_one_s_own_stops_in_forward_and_in_backward_and_is_inspected(own):

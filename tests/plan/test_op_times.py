@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.helpers.calibrations import CALIBRATION
 from tests.helpers.forked_ranks import on_one_rank
 from workbench.engine._torch import fakes
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.models.c10d import CollectiveWatch
-from workbench.plan.op_times import OpTimes
+from workbench.plan.op_times import OpTimes, local_args
 from workbench.protocol.planning import PlannedRanks, planned_ranks
 
 RANKS = planned_ranks("a100-80gb", 8, 1)
@@ -60,3 +62,34 @@ def test_an_operation_that_was_measured_takes_that_long_and_the_host_waits(opera
     ranks = PlannedRanks(machine=CALIBRATION.machine("here"), num_ranks=4)
     found = times(operation, [100], [100], dtype=dtype, ranks=ranks)
     assert found == pytest.approx(nanoseconds / 1e9, abs=2e-9)
+
+
+FUSED, LOCAL = torch.ops.aten._fused_adamw_.default, torch.ops.aten._fused_adamw.default
+
+
+@pytest.mark.parametrize(
+    ("func", "of_first", "of_second", "is_known"),
+    [
+        (FUSED, [Shard(0), Shard(0), None], [Shard(1), Shard(1), None], True),
+        (FUSED, [Replicate(), Replicate(), None], [Shard(0), Shard(0), None], True),
+        (FUSED, [Shard(0), Replicate(), None], [Shard(0), Shard(0), None], False),
+        (FUSED, [Partial(), Partial(), None], [Shard(0), Shard(0), None], False),
+        (LOCAL, [Shard(0), Shard(0), None], [Shard(1), Shard(1), None], False),
+        (torch.ops.aten._foreach_mul_.List, [Shard(0), Shard(0)], [Shard(1), Shard(1)], False),
+    ],
+)
+@on_one_rank
+def test_a_fused_step_is_the_same_on_local_tensors_if_all_of_a_parameter_is_split_alike(
+    func, of_first, of_second, is_known
+):
+    mesh = init_device_mesh("cpu", (1,))
+
+    def tensor(placement):
+        return torch.ones(()) if placement is None else DTensor.from_local(torch.ones(2, 2), mesh, [placement])
+
+    args = tuple([tensor(first), tensor(second)] for first, second in zip(of_first, of_second, strict=True))
+    local = local_args(func, (*args, []), {})
+    assert (local is not None) == is_known
+    if local is not None:
+        assert not any(isinstance(each, DTensor) for arg in local for each in arg)
+        assert [len(arg) for arg in local] == [2, 2, 2, 0]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.helpers.forked_ranks import run_ranks
 from tests.helpers.package_source import REPO
-from tests.helpers.planned_models import POLICIES, STEPS, train
+from tests.helpers.planned_models import DATA_PARALLEL, POLICIES, STEPS, train
 from tests.helpers.simulated_device import FakeDevice, computing_on
 from tests.helpers.watched import watch
 from workbench.base.codec import encode
@@ -19,7 +19,7 @@ from workbench.protocol.commands import Reshard
 from workbench.protocol.planning import CALLED, PlannedRun, planned_ranks
 from workbench.replay.training import summary
 from workbench.reports.plan_report import described
-from workbench.trace import load
+from workbench.trace import check, load
 
 
 def run_plan(script, out, num_ranks, change, checkpoint):
@@ -67,13 +67,37 @@ def events(trace):
     return [(Kind(kind).name, *rest) for kind, *rest in zip(*columns, strict=True)]
 
 
+@pytest.fixture
+def both(tmp_path, monkeypatch):
+    """Return the traces of a policy's plan, and of a real run by ``run``."""
+
+    def traces(policy, num_ranks, run):
+        plan = planned(tmp_path, f"from tests.helpers.planned_models import train\ntrain({policy!r}, 9)", num_ranks)
+        monkeypatch.setenv(ACTIVATIONS, "1")
+        return plan, watch(num_ranks, run, policy).trace
+
+    return traces
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_planned_rank_announces_what_a_real_one_does(policy, tmp_path, monkeypatch):
-    num_ranks = POLICIES[policy][0]
-    plan = planned(tmp_path, f"from tests.helpers.planned_models import train\ntrain({policy!r}, 9)", num_ranks)
-    monkeypatch.setenv(ACTIVATIONS, "1")
-    real = watch(num_ranks, train_on_device, policy).trace
+def test_a_planned_rank_announces_what_a_real_one_does(policy, both):
+    plan, real = both(policy, POLICIES[policy][0], train_on_device)
     assert events(plan) == events(real)
+
+
+@pytest.mark.parametrize("policy", DATA_PARALLEL)
+def test_a_planned_rank_has_the_buckets_and_calls_of_distributed_data_parallel(policy, both):
+    plan, real = both(policy, DATA_PARALLEL[policy][0], train)
+    assert check(plan) == []
+    found, expected = ([row for row in events(trace) if not is_late(row)] for trace in (plan, real))
+    assert found == expected
+    assert plan.header.units == real.header.units
+
+
+def is_late(row):
+    """Whether a row is the end of a call for which C++ waits: real ranks learn of it at different events."""
+    kind, edge, *_ = row
+    return Kind[kind].info.is_collective and edge == Edge.END
 
 
 MODEL = """
@@ -94,10 +118,30 @@ for step in range(5):
 """
 
 
+IN_FORWARD = """
+class Block(nn.Linear):
+    def forward(self, x):
+        return super().forward({})
+model = nn.Sequential(Block(8, 8), nn.Linear(8, 1))
+"""
+CUSTOM = """
+library = torch.library.Library("mine", "DEF")
+library.define("scale(Tensor x) -> Tensor")
+library.impl("scale", lambda x: 2 * x, "CPU")
+"""
+
+
 @pytest.mark.parametrize(
     ("before", "inside", "sentence"),
     [
-        ("nn.parallel.DistributedDataParallel(model)", "", "DistributedDataParallel cannot be planned"),
+        (IN_FORWARD.format("x[x > 0]"), "", r"aten.nonzero.default in 0 \(Block\) returns as many elements as"),
+        (IN_FORWARD.format("x if x.mean() > 0 else -x"), "", r"decides in 0 \(Block\) by the value of a tensor"),
+        (
+            CUSTOM + IN_FORWARD.format("torch.ops.mine.scale(x)"),
+            "",
+            r"mine::scale in 0 \(Block\) is an operation without a fake",
+        ),
+        ("", "loss.detach().cpu().numpy()", "the program takes the values of a tensor as an array, and"),
         ("", "if loss > 1: break", "the program decides by the value of a tensor"),
         ("", "if loss.item() > 1: break", "the program decides by the value of a tensor"),
         ("", "range(int(loss))", "the program decides by the value of a tensor"),
@@ -123,11 +167,14 @@ def test_what_a_plan_cannot_know_or_may_not_do_is_refused(before, inside, senten
             "next(iter(DataLoader(torch.randn(9, 2), 3, shuffle=True, num_workers=2)))",
         ),
         ("import torch.distributed as dist", "dist.all_reduce(loss.detach()); dist.barrier()"),
+        ("model = nn.parallel.DistributedDataParallel(model, device_ids=[0]); fully_shard = id", ""),
         ("import torch.distributed as dist; all = [0] * 4", "dist.all_gather_object(all, 3); assert all == [3] * 4"),
         (
             "cast = torch.autocast('cuda', torch.bfloat16)",
             "with cast: assert (x @ x.T).dtype == torch.bfloat16",
         ),
+        ("", "assert f'{loss:.2f}' == 'nan'"),
+        ("torch.cuda.reset_peak_memory_stats()", "f'{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB'"),
         ("model = torch.compile(model)", "torch.compile(fullgraph=True)(model)"),
     ],
 )
@@ -137,12 +184,35 @@ def test_what_scripts_for_gpus_do_is_planned_without_one(before, inside, tmp_pat
     assert not list(tmp_path.glob("*.pt"))
 
 
+IN_A_FUNCTION = """
+def main():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+main()
+"""
+
+
+def test_an_optimizer_in_a_function_goes_on_with_the_parameters_of_another_mesh(tmp_path):
+    text = MODEL.partition("model =")[0] + IN_A_FUNCTION
+    report = described(planned(tmp_path, text, 4, mesh=(2, 2)), planned_ranks(DEFAULT, 4, 1), "")
+    size = 2 * (64 + 8) // 2  # elements of a shard, one of two
+    assert report.peak_bytes_by_category[Category.OPTIMIZER_STATE] == 4 * (2 * size + 4)
+    assert report.peak_bytes_by_category[Category.SHARDED_PARAMS] == 4 * size
+
+
 CHANGES = {
     "reshard_after_forward": ({"reshard_after_forward": "true"}, {"reshard_after_forward": "false"}),
     "checkpoint": ({"checkpoint": ("Block",)}, {}),
     "offload": ({"offload": True}, {}),
     "mesh": ({}, {"mesh": (2, 2)}),
     "wrap": ({}, {"wrap": ("Linear",)}),
+    "mp": ({"mp": "bf16"}, {}),
 }
 
 
@@ -157,15 +227,27 @@ def test_a_script_is_planned_with_another_policy(option, tmp_path):
         {(unit.reshard_after_forward, unit.offload, unit.replicate_size) for unit in live(report)}
         for report in (lean, other)
     ]
+    calls, payloads = (
+        [{total.kind: getattr(total, name) for total in report.collectives} for report in (lean, other)]
+        for name in ("calls", "num_bytes")
+    )
     changed = {
-        "reshard_after_forward": policies == [{(True, False, 1)}, {(False, False, 1)}],
+        "reshard_after_forward": policies == [{(True, False, 1)}, {(False, False, 1)}] and exceeds(*calls),
         "checkpoint": lean.peak_bytes_by_category[Category.ACTIVATIONS] < other.peak_bytes,
         "offload": [report.host_bytes > 0 for report in (lean, other)] == [True, False],
         "mesh": [{size for *_, size in each} for each in policies] == [{1}, {2}],
         "wrap": len(live(lean)) < len(live(other)),
+        "mp": payloads[0][Kind.ALL_GATHER] * 2 == payloads[1][Kind.ALL_GATHER],
     }
     assert changed[option]
-    assert option == "wrap" or lean.peak_bytes <= other.peak_bytes
+    assert option in {"wrap", "mp"} or lean.peak_bytes <= other.peak_bytes
+    if option == "mp":  # and the gradients are reduced in their own dtype, or in half
+        assert not exceeds(*payloads)
+
+
+def exceeds(first, second):
+    """Whether no number of the first is smaller, and one is larger."""
+    return first.keys() == second.keys() and first != second and all(first[key] >= second[key] for key in first)
 
 
 def live(report):

@@ -303,7 +303,8 @@ def test_ranks_that_raise_or_exit_under_mpirun_say_so(tmp_path):
     report = where(found, time.time_ns())
     words = {"rank 0 failed": "exit status 3", "rank 1 failed": "ValueError: the data of rank 1 are bad"}
     assert all(report.cause.verdict.count(f"{who}") == 1 and how in report.headline for who, how in words.items())
-    raised, exits = (f"{script}:{at} in check: {text}" for at, text in ((line, RAISES), (line + 1, "sys.exit(3)")))
+    raised = f"{script}:{line} in check, if {line - 1} `rank == 1`: {RAISES}"
+    exits = f"{script}:{line + 1} in check: sys.exit(3)"
     assert {each.users_frame for each in report.positions} == {raised, exits}
     assert report.is_stalled
 
@@ -336,7 +337,8 @@ def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monk
         waits, hangs = where(read(out), time.time_ns()).positions
         assert waits.pending.absent == (1,)
         assert hangs.users_frame.startswith(f"{script}:")
-        assert hangs.users_frame.endswith("in <module>, loop 33: threading.Event().wait()  # hangs")
+        place = "in <module>, loop 33, if 34 `step == 2 and dist.get_rank() == 1`"
+        assert hangs.users_frame.endswith(f"{place}: threading.Event().wait()  # hangs")
         assert hangs.frames[0] == hangs.users_frame  # none of runpy's and the recording's before it
         ranks[1].send_signal(signal.SIGKILL)
         ranks[1].wait(60)
@@ -345,10 +347,7 @@ def test_a_rank_that_is_killed_is_named_and_what_it_wrote_is_read(tmp_path, monk
         monkeypatch.setattr(recorded_run, "time", SimpleNamespace(time_ns=lambda: later_ns))
         assert cli.main(["where", str(out)]) == 1
         said = capsys.readouterr().out
-        assert re.match(
-            r"rank 1 was killed first, or called os._exit; rank 0 failed [\d.]+ m?s later because its peer",
-            said,
-        )
+        assert re.match(r"rank 1 was killed first; rank 0 failed [\d.]+ m?s later because its peer", said)
         assert "threading.Event().wait()  # hangs" in said  # its last stack
         found = read(out)
         assert check(found.trace) == []
@@ -411,6 +410,12 @@ def test_a_script_runs_as_by_python(run, tmp_path, capsys):
     ("text", "kind", "reason", "frame"),
     [
         ("import sys\nsys.exit(3)", SystemExit, "exit status 3", "2 in <module>: sys.exit(3)"),
+        (
+            "try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise SystemExit(3)",
+            SystemExit,
+            "exit status 3; after ZeroDivisionError: division by zero",
+            "4 in <module>, except 3 `ZeroDivisionError`: raise SystemExit(3)",
+        ),
         ("import sys\nsys.exit()", SystemExit, "", "2 in <module>: sys.exit()"),
         ("import sys\nwhile 1:\n    sys.exit(0)", SystemExit, "", "3 in <module>, loop 2: sys.exit(0)"),
         ("import sys\nsys.exit('no data')", SystemExit, "exit: no data", "2 in <module>: sys.exit('no data')"),
@@ -424,7 +429,7 @@ def test_a_script_runs_as_by_python(run, tmp_path, capsys):
             "import json\n\ntry:\n    json.loads('')\nexcept ValueError:\n    raise KeyError(1)",
             KeyError,
             "KeyError: 1; after JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
-            "6 in <module>: raise KeyError(1)",
+            "6 in <module>, except 5 `ValueError`: raise KeyError(1)",
         ),
         (
             "raise ValueError('a\\n  b\\n' + 'x' * 9999)",

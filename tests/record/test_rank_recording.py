@@ -4,7 +4,9 @@ import errno
 import linecache
 import os
 import sys
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,30 @@ def test_a_collective_that_was_never_issued_before_is_written_before_it_is_issue
         assert written == [8, 8, 16][:num_written]
 
 
+def test_a_collective_that_is_issued_after_an_error_is_written_with_its_stack(begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_recording, "PERIOD_S", 1000)
+    monkeypatch.setattr(rank_recording, "FLUSH_S", 1000)
+    begin()
+    group = next(GROUP_INDICES)
+    probe.active.comm_group(group, (0,))
+
+    def issue(number):
+        probe.event(Kind.ALL_REDUCE, Edge.BEGIN, -1, 8, Comm(group=group, seq=number))
+
+    issue(0)
+    try:
+        _ = {}["odd"]
+    except KeyError:
+        issue(1)
+    found = read(tmp_path)
+    (stack,) = found.ranks[0].quiet
+    line = issue.__code__.co_firstlineno + 5
+    place = f"{Path(__file__).name}:{line}"
+    words = f", except {line + 1} `KeyError`, after {line} `KeyError: 'odd', raised in {place}`: issue(1)"
+    assert stack.seq == len(found.trace.rank(0).rows) == 2
+    assert any(frame.endswith(words) for frame in stack.frames)
+
+
 def test_rows_of_a_unit_that_is_not_described_yet_are_read(begin, tmp_path):
     started, _ = begin()
     probe.memory(Category.SHARDED_PARAMS, 0, 100)
@@ -107,6 +133,15 @@ def test_what_is_announced_is_read_back(begin, tmp_path):
     (info,) = found.trace.header.ranks
     assert (info.rank, info.pid, found.trace.header.world_size) == (0, os.getpid(), 1)
     assert "torch.fully_shard" in found.trace.header.producer
+
+
+def test_its_thread_ends_before_events_are_no_longer_announced(begin):
+    """It may have taken the end of a collective to announce, which would be lost."""
+    started, _ = begin()
+    ended = []
+    started.at_end(lambda: ended.append("workbench recording" not in {each.name for each in threading.enumerate()}))
+    started.end()
+    assert ended == [True]
 
 
 def test_it_is_written_while_the_program_goes_on(begin, tmp_path):
@@ -197,6 +232,21 @@ def test_a_disk_that_fills_up_stops_the_recording_and_not_the_program(begin, tmp
     assert steps(found.trace) == [0]
     assert (found.ranks[0].end.reason, found.ranks[0].stop.step) == ("later", 0)
     assert found.notes == ("rank 0: stopped recording at step 0: No space left on device",)
+
+
+def test_a_program_that_calls_os_exit_has_an_end(begin, tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    begin()
+    one_step(sgd())
+    os._exit(3)
+    assert left == [3]
+    end = read(tmp_path).ranks[0].end
+    assert (end.reason, end.frames[-1].partition(" in ")[2]) == (
+        "exit status 3",
+        "test_a_program_that_calls_os_exit_has_an_end: os._exit(3)",
+    )
+    assert os._exit == left.append
 
 
 def test_a_disk_that_is_full_at_the_end_is_said_and_raises_nothing(begin, monkeypatch):

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,3 +63,33 @@ def test_parts_of_loading_have_the_most_of_their_samples():
     header = replace(trace.header, strings=("loading Net", "reading model.pt"))
     assert process.loading(header, RankTrace(0, rows)) == {"reading model.pt": 7, "loading Net": 9}
     assert process.loading(trace.header, trace.rank(0)) == {}
+
+
+LOADS = {  # the most resident bytes of each rank after reading, and otherwise: whether loading is the peak, on which
+    "not sampled": ([(0, 90), (0, 80)], None),
+    "less": ([(80, 90), (90, 100)], None),
+    "as much": ([(100, 100), (90, 100)], None),
+    "a little more": ([(100, 100), (101, 100)], None),
+    "more": ([(100, 100), (120, 100)], (1, 120, 100)),
+    "more, but less than another rank": ([(130, 140), (120, 100)], None),
+    "more on both": ([(130, 100), (120, 100)], (0, 130, 100)),
+}
+
+
+@pytest.mark.parametrize(("sizes", "expected"), LOADS.values(), ids=LOADS)
+def test_loading_is_the_peak_of_a_process_if_no_other_moment_has_as_much(sizes, expected):
+    found = process.loading_peak(*loaded(simulate(Setup(num_ranks=2, samples=True)), sizes), 0.01)
+    assert (found and (found.rank, found.num_bytes, found.other_bytes)) == expected
+    assert found is None or found.after == "reading model.pt"
+
+
+def loaded(trace, sizes):
+    """Return the header and the ranks of a trace whose first sample is after reading, with its bytes and others'."""
+    ranks = []
+    for rank, (after, others) in zip(trace.ranks, sizes, strict=True):
+        rows = rank.rows.copy()
+        first, *rest = np.flatnonzero(rows["kind"] == Kind.RESIDENT)
+        rows["num_bytes"][rest] = others
+        rows["num_bytes"][first], rows["module"][first] = (after, 0) if after else (others, -1)
+        ranks.append(RankTrace(rank.rank, rows))
+    return replace(trace.header, strings=("reading model.pt",)), tuple(ranks)

@@ -56,6 +56,20 @@ def test_what_should_differ_is_a_fault_where_two_ranks_have_the_same():
     assert (fault.verdict, fault.evidence) == ("loader is alike", ("loader: ranks 0, 2 alike; rank 1 alone",))
 
 
+def test_what_follows_from_another_fault_of_the_same_model_is_not_named_beside_it():
+    def of(model, rate):
+        faults = (Fault(rule="options-differ", verdict="{names}"), Fault(rule="replicas-differ", verdict=model))
+        digests = {"lr": rate}, {"weight": rate + 1}
+        return [RankComparison(fault=f, digests=d, model=model) for f, d in zip(faults, digests, strict=True)]
+
+    def of_two(rank):
+        options, replicas = of("first", rank)
+        alike, others = of("second", 0)[0], of("second", rank)[1]
+        return LintReply(rules=("options-differ", "replicas-differ"), comparisons=(options, replicas, alike, others))
+
+    assert [each.verdict for each in lint_faults([of_two(0), of_two(1)])] == ["lr", "second"]
+
+
 def test_many_names_are_counted():
     one, two = ({f"b{i}": i * rank for i in range(1, 6)} for rank in (1, 2))
     (fault,) = lint_faults([reply(compare=(buffers(**one),)), reply(compare=(buffers(**two),))])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from workbench.reports.per_rank_tabs import (
     ALL_CHARS,
+    CLEARED,
     CUT,
     FEW_CHARS,
     Pane,
@@ -15,11 +16,14 @@ from workbench.reports.per_rank_tabs import (
     alone,
     apart,
     as_text,
+    drawn,
     kept_chars,
+    name_of,
     panes_of,
     panes_page,
     screen,
     tabs_page,
+    token,
 )
 
 EVIL = "</pre><script>alert(1)</script><style>*{}</style>&amp;'\""
@@ -73,6 +77,33 @@ def test_terminal_control_characters(text, shown):
     assert screen(text) == shown
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            " 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|###| 2/2 [00:02<00:00,  1.1s/it, loss=2]",
+            "100%|###| 2/2 [, loss=2]",
+        ),
+        ("[rank1]: <f at 0x7f0123456789>", "<f >"),
+        ("  a  \n b", "  a\n b"),
+    ],
+)
+def test_what_differs_between_processes_is_not_compared(text, shown):
+    assert drawn(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("mine", "yours", "is_same"),
+    [
+        ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, True),
+        ({"text/html": "<p id='a'>x</p>"}, {"text/html": "<p id='b'>x</p>"}, True),
+        ({"text/html": "<p id='a'>x</p>"}, {"text/html": "<p id='b'>y</p>"}, False),
+    ],
+)
+def test_displays_that_show_the_same_have_one_name(mine, yours, is_same):
+    assert (name_of(mine) == name_of(yours)) == is_same
+
+
 @given(st.text(st.sampled_from("ab\r\n\b\x1b[m0;\x07é\x00"), max_size=60))
 def test_cursor_movements_are_removed(text):
     shown = screen(text)
@@ -93,6 +124,8 @@ def test_truncated_output_says_so_and_begins_at_a_line():
     assert pane.text == f"{CUT}\na line"
     (pane,) = panes_of({0: RankOutput(text="one long line", is_cut=True)}, 0)
     assert pane.text == f"{CUT}\none long line"
+    (pane,) = panes_of({0: RankOutput(text=f"alf a line\nold\n{CLEARED}older\n{CLEARED}new\n", is_cut=True)}, 0)
+    assert pane.text == "new"
 
 
 def test_many_ranks_have_less_room_each_and_all_have_some():
@@ -100,6 +133,7 @@ def test_many_ranks_have_less_room_each_and_all_have_some():
     assert rooms == sorted(rooms, reverse=True)
     assert all(room * num_ranks <= ALL_CHARS for num_ranks, room in enumerate(rooms))
     assert rooms[64] >= FEW_CHARS
+    assert rooms[12] == ALL_CHARS // 12
 
 
 def test_the_agreement_line():
@@ -128,6 +162,7 @@ def test_a_pane_for_each_text_that_its_ranks_tabs_show(is_live):
         assert f"\n:has(#wb-1-r{rank}:checked) ~ * #wb-1-panes > :not(.r{rank}) {{display: none}}" in text
     assert "\nlabel:has(> #wb-1-r1)::after {content" in text
     assert ("column-reverse" in text) == is_live
+    assert "NAME" not in text
     assert not re.search(r"(html|body|:root):has", text)  # a browser would restyle the whole page at each change of it
 
 
@@ -136,6 +171,53 @@ def test_output_of_ranks_is_escaped():
     assert EVIL in page.texts
     assert not page.all("script")
     assert len(page.all("style")) == 1
+
+
+PNG = '<img src="data:image/png;base64,iVBOR" alt="&lt;Fig &quot;1&quot;&gt;">'
+
+
+def with_displays(*displays):
+    """Return a pane with displays between the lines a and b."""
+    tokens = "".join(token(str(place)) for place in range(len(displays)))
+    return Pane(ranks=(0,), text=f"a\n{tokens}b", displays={str(place): data for place, data in enumerate(displays)})
+
+
+@pytest.mark.parametrize(
+    ("data", "shown", "text"),
+    [
+        ({"text/html": "<b>x</b>", "text/plain": "x"}, "<div class='wb-html'><b>x</b></div>", "x"),
+        ({"text/latex": "$<$"}, "<div class='wb-html'>$&lt;$</div>", "<display>"),
+        ({"image/png": "iVB\nOR\n", "text/plain": '<Fig "1">'}, PNG, '<Fig "1">'),
+        (
+            {"image/svg+xml": "<svg/>"},
+            '<img src="data:image/svg+xml;base64,PHN2Zy8+" alt="image/svg+xml">',
+            "<display>",
+        ),
+        ({"text/markdown": "*m*", "text/plain": "m"}, "<pre><span>*m*</span></pre>", "*m*"),
+        (
+            {"application/json": {"é": [1]}},
+            "<pre><span>{\n &quot;é&quot;: [\n  1\n ]\n}</span></pre>",
+            '{\n "é": [\n  1\n ]\n}',
+        ),
+        ({}, "<pre><span>&lt;display&gt;</span></pre>", "<display>"),
+    ],
+)
+def test_a_display_is_drawn_between_the_lines_around_it(data, shown, text):
+    pane = with_displays(data)
+    page = panes_page("wb-1", [pane], (), is_live=False)
+    assert f"<div>rank 0</div><pre><span>a</span></pre>{shown}<pre><span>b</span></pre></section>" in page
+    assert as_text([pane]) == f"--- rank 0:\na\n{text}\nb\n"
+
+
+def test_a_display_that_is_gone_is_a_word():
+    assert as_text([Pane(ranks=(0,), text=f"a\n{token('gone')}")]) == "--- rank 0:\na\n<display>\n"
+
+
+def test_of_many_displays_the_newest_are_drawn(monkeypatch):
+    monkeypatch.setattr("workbench.reports.per_rank_tabs.ALL_DISPLAY_CHARS", 4 * len(PNG))
+    panes = [with_displays(*[{"image/png": "iVBOR", "text/plain": '<Fig "1">'}] * 3)] * 2
+    parts = re.findall("<img|Fig", panes_page("wb-1", panes, (), is_live=False).replace(PNG, "<img"))
+    assert parts == ["Fig", "<img", "<img"] * 2
 
 
 def test_64_ranks_that_write_much_make_a_page_of_bounded_size():

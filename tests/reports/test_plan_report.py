@@ -29,7 +29,7 @@ REPORT = PlanReport(
 def test_what_does_not_fit_is_said_with_the_class_that_is_the_most():
     assert str(REPORT).splitlines()[:2] == [
         "rank 0 of 512 needs 81.0 GiB of the 80.0 GiB on h100-80gb; a step takes at least 1.50 s",
-        "it does not fit: 60.0 GiB of optimizer state alone are the most",
+        "it does not fit: the largest class is optimizer state, 60.0 GiB",
     ]
     assert not REPORT.fits
 

@@ -98,12 +98,12 @@ DONE = {"end": RunEnd(t_ns=30 * S)}
         ),
         (
             [alive(0, gather(1)), rank(1, FORWARD, alive_s=10)],
-            "rank 1 was killed, or called os._exit",
+            "rank 1 was killed",
             True,
         ),
         (
             [rank(0, FORWARD, alive_s=10), rank(1, FORWARD, alive_s=10)],
-            "ranks 0-1 were killed, or called os._exit",
+            "ranks 0-1 were killed",
             True,
         ),
         (
@@ -175,16 +175,16 @@ def test_the_whole_text():
     ]
     found = report(*ranks, groups=((0, 1, 2, 3),), notes=("rank3.0000.rec ends within a frame",))
     assert str(found).splitlines() == [
-        "rank 2 was killed, or called os._exit",
+        "rank 2 was killed",
         "  fix: find out what killed rank 2: the kernel, for lack of memory (dmesg), its launcher or queue (their "
         "logs), or its host",
-        "  ranks: rank 2 was killed, or called os._exit; rank 0 has waited 29.0 s for all-gather of blocks.2: "
+        "  ranks: rank 2 was killed; rank 0 has waited 29.0 s for all-gather of blocks.2: "
         f"ranks 1-3 have not started it; rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",
-        f"  rank  {'state':30}  step  last event              ago",
-        f"  0     {'waits':30}  7     all-gather of blocks.2  29.0 s",
-        f"  1     {'has recorded no event':30}  7     forward of blocks.2     21.0 s",
-        f"  2     {'was killed, or called os._exit':30}                                29.0 s",
-        f"  3     {'has ended':30}  7     forward of blocks.2     29.0 s after rank 2",
+        f"  rank  {'state':21}  step  last event              ago",
+        f"  0     {'waits':21}  7     all-gather of blocks.2  29.0 s",
+        f"  1     {'has recorded no event':21}  7     forward of blocks.2     21.0 s",
+        f"  2     {'was killed':21}                                29.0 s",
+        f"  3     {'has ended':21}  7     forward of blocks.2     29.0 s after rank 2",
         "  rank 1 is in",
         f"    {OWN[0]}",
         f"    {OWN[1]}",

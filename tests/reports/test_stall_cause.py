@@ -182,6 +182,8 @@ def forward(t_s):
     [
         ((EXIT,), "rank 1 ended by sys.exit in train.py:9, while rank 0 still issued", LEAVE_TOGETHER),
         ((EXIT, "/x/stop.py:2 in stop: sys.exit()"), "rank 1 ended by sys.exit in stop.py:2, while", LEAVE_TOGETHER),
+        # of a thread
+        (("/x/stop.py:2 in run: os._exit(0)",), "rank 1 ended by os._exit in stop.py:2, while", LEAVE_TOGETHER),
         # the end of the script
         (("/x/train.py:20 in <module>: sys.exit(main())",), "rank 1 has ended, while rank 0 still", SAME_BATCHES),
         (
@@ -193,7 +195,7 @@ def forward(t_s):
 )
 def test_a_rank_that_left_its_loop_by_an_exit(frames, verdict, fix):
     found = cause_of(alive(0, *STEP, forward(1)), alive(1, *STEP, end=RunEnd(t_ns=9 * S, frames=frames)))
-    assert found.rule == "uneven-batches"
+    assert found.rule == ("dead-rank" if "os._exit" in verdict else "uneven-batches")
     assert found.verdict.startswith(verdict)
     assert found.fix.startswith(fix)
 
@@ -239,6 +241,34 @@ def test_a_rank_that_does_not_come():
     assert found.evidence == (f"rank 1 has recorded no event for 21.0 s, in {OWN[-1]}",)
     found = cause_of(alive(0, gather(1)), alive(1, FORWARD))
     assert found.evidence == ("rank 1 has recorded no event for 21.0 s; it has written no stack since",)
+
+
+WITHIN = "/x/train.py:9 in save, with 8 `lock`: dist.all_reduce(x)"
+AT_LOCK = "/x/train.py:8 in save: with lock:"
+HELD = "rank 1 is at `with lock` of train.py:8, within which rank 0 waits for others"
+
+
+def test_a_lock_that_is_held_in_a_collective():
+    holds = alive(0, gather(1), **stack(WITHIN, 1))
+    found = cause_of(holds, alive(1, FORWARD, **quiet(AT_LOCK)))
+    assert (found.rule, found.verdict.partition("; ")[2]) == ("late-rank", HELD)
+    crossed = cause_of(holds, alive(1, gather(1, group=1), **stack(AT_LOCK, 1)), groups=((0, 1), (1, 0)))
+    assert (crossed.rule, crossed.evidence[0]) == ("crossed-groups", HELD)
+    assert found.fix == crossed.fix == "issue no collective while a lock is held: leave its block first"
+
+
+def test_a_rank_that_waits_for_a_worker_of_its_loader():
+    called = "/usr/lib/python3/site-packages/torch/utils/data/dataloader.py:9 in _get_data: self._try_get_data()"
+    found = cause_of(alive(0, gather(1)), alive(1, FORWARD, **quiet(OWN[0], called)))
+    assert found.fix.startswith("see why a worker of its DataLoader does not answer")
+
+
+def test_what_a_rank_does_after_an_error_alone():
+    retry = "/x/train.py:9 in main, after 7 `OSError: no, raised in data.py:3`: again()"
+    other = alive(1, gather(1, kind=Kind.ALL_REDUCE, unit=-1), **stack(retry, 1))
+    found = cause_of(alive(0, gather(1), **stack("/x/train.py:7 in main: step()", 1)), other)
+    assert found.verdict.endswith("; rank 1 handles OSError: no, raised in data.py:3")
+    assert found.fix.startswith("let all ranks know of an error")
 
 
 @pytest.mark.parametrize("activity", [each for each in get_args(Activity) if each])
@@ -297,8 +327,8 @@ PAIRS = ((0, 1), (0, 1), (1, 0))
 RECEIVES = {"kind": Kind.RECV, "unit": -1, "number": 0}
 
 
-def stack(frame, seq):
-    return {"quiet": (SilentStack(t_ns=9 * S, seq=seq, frames=(frame,)),)}
+def stack(frame, seq, *called):
+    return {"quiet": (SilentStack(t_ns=9 * S, seq=seq, frames=(frame, *called)),)}
 
 
 STALLS = {
@@ -447,6 +477,38 @@ def test_of_two_ranks_the_one_is_the_exception_whose_passes_are_new_or_lack_a_ba
     assert (found.rule, found.verdict) == ("uneven-passes", verdict.format(culprit, 1 - culprit, *kinds))
 
 
+def test_a_forward_of_a_rank_that_has_gone_on_is_no_backward_left_out():
+    """As where rank 0 alone decodes after a step: its forwards pair with what the step of rank 1 issues."""
+    above, train = "/x/train.py:6 in fit, loop 3: step()", "/x/train.py:20 in step: loss.backward()"
+    calls = [f"/x/train.py:{line} in fit, loop 3: decode()" for line in (7, 5)]
+    decode = "/x/train.py:31 in decode, if 30 `rank == 0`: model(x)"
+    ranks = [[*SEVERAL_STEPS, *SKIPPED, *SKIPPED], [*SEVERAL_STEPS, *SKIPPED, BATCH[1], REDUCED]]
+    later, before = (
+        cause_of(
+            alive(0, *ranks[0], gather(1, kind=Kind.BROADCAST, unit=0), **stack(call, len(ranks[0]) + 1, decode)),
+            alive(1, *ranks[1], **stack(above, len(ranks[1]), train)),
+        ).verdict
+        for call in calls
+    )
+    ran = "rank 0 ran the forward of step 0 where rank 1 ran the backward of step 0"
+    assert later == f"{ran}, and is in train.py:31, under `if rank == 0` of train.py:30"
+    assert before == "rank 0 left out the backward of step 0, which rank 1 ran"
+
+
+@pytest.mark.parametrize(("of_rank", "words"), [("rank == 0", "0 began forward 2"), ("rank == 1", "1 issued barrier")])
+def test_who_is_under_a_condition_that_others_are_not_is_named_first(of_rank, words):
+    is_first = of_rank == "rank == 0"
+    under = f"/x/train.py:9 in main, loop 4, if 8 `{of_rank}`: evaluate()"
+    frames = (under, IF_RANK) if is_first else (IF_RANK, under)
+    ranks = [
+        alive(0, *BATCH, forward(1), **stack(frames[0], 5)),
+        alive(1, *BATCH, gather(1, **BARRIER), **stack(frames[1], 5)),
+    ]
+    verdict = cause_of(*ranks).verdict
+    assert verdict.startswith(f"rank {words} (train.py:9, under `if {of_rank}` of train.py:8)")
+    assert "(train.py:6)" in verdict
+
+
 def test_a_backward_that_the_last_batch_of_one_rank_lacks():
     """The program's own reduce begins no pass, nor does what follows a backward."""
     reduces = {**gather(1, kind=Kind.REDUCE, unit=-1), "phase": Phase.FORWARD}
@@ -486,77 +548,159 @@ def test_a_step_in_which_one_rank_has_fewer_micro_batches():
 # ---- sends and receives
 
 
-@pytest.mark.parametrize("step_of", [lambda step: step, lambda _: -1])
-@pytest.mark.parametrize("skipped", [0, 1, "after"])
-def test_a_send_that_one_stage_of_a_pipeline_left_out(skipped, step_of):
-    """Stage 1 forwards each of two micro-batches, then receives two gradients; so it did in the steps before."""
-    forward, onwards, back = (0, 1), (1, 2), (2, 1)
-    calls = [[], [], []]
-    for step in range(4):
-        for micro in range(2):
-            calls[1].append((0, Kind.RECV, step))
-            if step < 3 or micro != skipped:
-                calls[1].append((1, Kind.SEND, step))
-            calls[2].append((1, Kind.RECV, step))
-        for rank_, kind in ((1, Kind.RECV), (2, Kind.SEND)):
-            calls[rank_] += [(2, kind, step)] * 2
-    cut = {1: [each for each in calls[1] if each != (2, Kind.RECV, 3)] + [(2, Kind.RECV, 3)], 2: calls[2][:-2]}
-    if skipped == "after":  # stage 2 waits for one more than it ever got
-        cut[2] += [(1, Kind.RECV, 3)]
+def messages(calls, step_of=lambda turn: turn, frames=None):
+    """Return why ranks stand in the last of their ``calls``, which are as ``"s1 r1/b"``.
 
-    def issued(number):
-        seen = [0, 0, 0]
-        for at, (group, kind, step) in enumerate(cut[number]):
-            call = gather(0.01 * at, kind=kind, unit=-1, number=seen[group], group=group, step=step_of(step))
-            seen[group] += 1
-            yield call
-            if at < len(cut[number]) - 1:
-                yield {**call, "edge": Edge.END}
-
-    found = cause_of(alive(1, *issued(1)), alive(2, *issued(2)), groups=(forward, onwards, back))
-    if skipped in (0, 1):
-        assert found.verdict.startswith(
-            f"rank 1 left out a send to rank 2{' in step 3' if step_of(0) == 0 else ''}: rank"
-        )
-        assert found.evidence[0] == "rank 1 has sent 7 to rank 2, one less than at this place of earlier steps"
-    else:
-        assert found.verdict == "ranks 1-2 wait for each other: all receive first"
-
-
-def test_a_send_that_the_first_stage_of_a_pipeline_left_out():
-    """It receives only what follows, and no step is known before the end of the first."""
-    turn = [(0, Kind.SEND), (0, Kind.SEND), (1, Kind.RECV), (1, Kind.RECV)]
-    calls = {0: [*turn * 4, turn[0], turn[2]], 1: [*turn * 4, turn[0], turn[0]]}
-    ranks = []
+    That is a send to rank 1, a receive from it, and, in the next turn, a barrier of all.
+    """
+    groups, ranks = {tuple(calls): 0}, []
     for number, own in calls.items():
-        seen, fields = [0, 0], []
-        for at, (group, kind) in enumerate(own):
-            opposite = Kind.RECV if kind is Kind.SEND else Kind.SEND
-            call = gather(
-                0.01 * at, kind=opposite if number else kind, unit=-1, number=seen[group], group=group, step=at // 4 - 1
-            )
-            fields += [call, {**call, "edge": Edge.END}]
-            seen[group] += 1
-        ranks.append(alive(number, *fields[:-1]))
-    found = cause_of(*ranks, groups=((0, 1), (1, 0)))
-    assert found.verdict == "rank 0 left out a send to rank 1 in step 3: rank 1 waits for it"
+        fields, seen = [], {}
+        for turn, told in enumerate(own.split("/")):
+            for kind, *peer in told.split():
+                pair = (number, *map(int, peer))
+                group = groups.setdefault({"s": pair, "r": pair[::-1]}.get(kind, tuple(calls)), len(groups))
+                seen[group] = seen.get(group, -1) + 1
+                what = {"kind": {"s": Kind.SEND, "r": Kind.RECV, "b": Kind.BARRIER}[kind], "unit": -1}
+                call = gather(0.01 * len(fields), **what, number=seen[group], group=group, step=step_of(turn))
+                fields += [call, {**call, "edge": Edge.END}]
+        fields.pop()
+        ranks.append(alive(number, *fields, **(quiet(*frames[number], seq=len(fields)) if frames else {})))
+    return cause_of(*ranks, groups=tuple(groups))
 
 
-def test_a_receive_without_a_send():
-    groups = ((0, 1, 2), (1, 0))
-    barrier = gather(2, **BARRIER, number=0)
-    sent = [gather(1, kind=kind, unit=-1, number=0, group=1) for kind in (Kind.SEND, Kind.RECV)]
-    done = row(Kind.RECV, Edge.END, 1.5, number=0, group=1)
-    waits = gather(2, **{**RECEIVES, "number": 1}, group=1)
-    ranks = [alive(0, sent[1], done, waits), alive(1, sent[0], {**done, "kind": Kind.SEND}, barrier), alive(2, barrier)]
-    found = cause_of(*ranks, groups=groups)
+STAGE, LAST = "r0 s2 r0 s2 r2 r2/", "r1 r1 s1 s1/"
+
+
+@pytest.mark.parametrize("first", [0, -1])  # no step is known before the end of the first
+@pytest.mark.parametrize(
+    ("calls", "left_out"),
+    [
+        # stage 1 forwards each of two micro-batches, then receives two gradients; so it did in the turns before
+        ({1: f"{STAGE * 3}r0 r0 s2 r2", 2: f"{LAST * 3}r1 r1"}, "rank 1 left out a send to rank 2"),
+        ({1: f"{STAGE * 3}r0 s2 r0 r2", 2: f"{LAST * 3}r1 r1"}, "rank 1 left out a send to rank 2"),
+        # the first stage receives only what follows
+        ({0: f"{'s1 s1 r1 r1/' * 4}s1 r1", 1: f"{'r0 r0 s0 s0/' * 4}r0 r0"}, "rank 0 left out a send to rank 1"),
+        # the last one drops the tail of the last batch
+        ({0: f"{'s1 s1 r1 r1/' * 4}s1 s1", 1: f"{'r0 r0 s0 s0/' * 4}r0 s0"}, "rank 1 left out a receive from rank 0"),
+    ],
+)
+def test_a_call_that_one_stage_of_a_pipeline_left_out(calls, left_out, first):
+    found = messages(calls, lambda turn: first + turn)
+    assert found.verdict.startswith(f"{left_out} in step {first + calls[1].count('/')}: rank")
+    assert found.evidence[0].endswith(", one less than at this place of earlier steps")
+    assert "part: " in messages(calls, lambda _: -1).verdict or calls[1].startswith(STAGE)  # no step at all is known
+
+
+ONE, OTHER = (
+    ("/x/train.py:20 in front, loop 18: dist.send(h, 1)",),
+    ("/x/train.py:40 in back, loop 39: dist.send(g, 0)",),
+)
+AFTER_ALL = ("/x/train.py:50 in front: dist.send(x, 1)", "/x/train.py:51 in back: dist.send(x, 0)")
+ORDER, NUMBER = "let one of two ranks send first", "let each rank send as often as its peer receives"
+
+
+@pytest.mark.parametrize(
+    ("calls", "frames", "verdict", "evidence", "fix"),
+    [
+        # an exchange
+        (
+            {0: "s1", 1: "s0"},
+            (ONE, OTHER),
+            "ranks 0-1 wait for each other: all send first, in train.py:20, tr",
+            "",
+            ORDER,
+        ),
+        ({0: "s1 r1 r1", 1: "r0 s0 r0"}, None, "ranks 0-1 wait for each other: all receive first", "", ORDER),
+        ({0: "b s1", 1: "b s2", 2: "b s0"}, None, "ranks 0-2 wait for each other: all send first", "", ORDER),
+        # after rounds of another kind: in no loop, or in the same line
+        (
+            {0: f"{'s1 r1/' * 4}s1", 1: f"{'r0 s0/' * 4}s0"},
+            (AFTER_ALL[:1], AFTER_ALL[1:]),
+            "ranks 0-1 wait for each other: all send first, in train.py:50, train.py:51",
+            "",
+            ORDER,
+        ),
+        (
+            {0: f"{'s1 r1/' * 4}r1", 1: f"{'r0 s0/' * 4}r0"},
+            (OTHER, OTHER),
+            "ranks 0-1 wait for each other: all receive first, in train.py:40",
+            "",
+            ORDER,
+        ),
+        # the front has four micro-batches, the back three
+        (
+            {0: "s1 s1 s1 s1", 1: "r0 r0 r0 s0"},
+            (ONE, OTHER),
+            "ranks 0-1 part: rank 0 issued send 4 to rank 1 (train.py:20), which has received 3; "
+            "rank 1 issued send 1 to rank 0 (train.py:40), which has received 0",
+            "from rank 0 to rank 1: 4 sends, 3 receives; in step 0: 4 sends, 3 receives",
+            NUMBER,
+        ),
+        (
+            {0: "s1 r1/s1 s1 r1", 1: "r0 s0/r0 r0 r0"},
+            None,
+            "ranks 0-1 part: rank 1 issued receive 4 from rank 0, which has sent 3; rank 0 issued receive 2 from rank",
+            "from rank 0 to rank 1: 3 sends, 4 receives; in step 1: 2 sends, 3 receives",
+            NUMBER,
+        ),
+        # a helper of both sends
+        (
+            {0: "s1 s1", 1: "r0 s0"},
+            ((*ONE, AFTER_ALL[0]), (*OTHER, AFTER_ALL[0])),
+            "ranks 0-1 part: rank 0 issued send 2 to rank 1 (train.py:20), which has received 1; rank 1 issued send 1 "
+            "to rank 0 (train.py:40)",
+            "",
+            NUMBER,
+        ),
+        # the middle stage drops a tail: rank 0 waits for it too
+        (
+            {0: "s1 s1", 1: "r0 s2 r2", 2: "r1 r1"},
+            None,
+            "ranks 1-2 part: rank 2 issued receive 2 from rank 1, which has sent 1; rank 1 issued receive 1 from rank",
+            "from rank 0 to rank 1: 2 sends, 1 receive; in step 0: 2 sends, 1 receive",
+            NUMBER,
+        ),
+        # settings, then an exchange: all send in the same line
+        ({0: "s1 s1", 1: "r0 s0"}, (ONE, ONE), "ranks 0-1 part: rank 0 issued send 2 to rank 1 (tr", "from", ORDER),
+        # a rank has gone on
+        (
+            {0: "b r1 r1", 1: "b s0 b"},
+            None,
+            "rank 0 receives from rank 1 once more than that rank sent: it sent 1, and waits for barrier number 1 of",
+            "",
+            NUMBER,
+        ),
+        (
+            {0: "b", 1: "r0 s2 s2", 2: "r1 s3 b", 3: "r2 r2"},
+            None,
+            "rank 2 issued fewer sends and receives than its peers, and waits for barrier number 0 of group 0: "
+            "rank 1 sends to rank 2 once more than that rank received: it received 1; rank 3 receives from rank 2 once",
+            "",
+            NUMBER,
+        ),
+        # tags
+        (
+            {0: "s1 s1", 1: "r0 r0"},
+            (ONE, OTHER),
+            "ranks 0-1 wait for message 2 from rank 0 to rank 1, whose send and receive are issued, in train.py:20",
+            "",
+            "pass the same tags, which are not recorded",
+        ),
+    ],
+)
+def test_sends_and_receives_that_do_not_pair(calls, frames, verdict, evidence, fix):
+    found = messages(calls, frames=frames)
     assert found.rule == "unpaired-calls"
-    assert found.verdict == (
-        "rank 0 receives from rank 1 once more than that rank sent: it sent 1, "
-        "and waits for barrier number 0 of group 0"
-    )
-    ranks[1] = alive(1, sent[0], {**done, "kind": Kind.SEND}, end=RunEnd(t_ns=9 * S))
-    assert cause_of(*ranks, groups=groups).verdict.endswith("it sent 1, and has ended")
+    assert found.verdict.startswith(verdict)
+    assert any(each.startswith(evidence) for each in found.evidence)
+    assert found.fix.startswith(fix)
+
+
+def test_a_receive_from_a_rank_that_has_ended():
+    ended = alive(1, end=RunEnd(t_ns=9 * S))
+    found = cause_of(alive(0, gather(2, **{**RECEIVES, "number": 1}, group=1)), ended, groups=((0, 1), (1, 0)))
+    assert found.verdict == "rank 0 receives from rank 1 more often than that rank sent: it sent 0, and has ended"
 
 
 # ---- what torch does not announce
@@ -577,6 +721,12 @@ def test_a_rank_that_makes_a_replicated_model_is_not_called_late():
     found = of_ddp(alive(0, **stack(MAKING, 0)), alive(1, gather(1, **BARRIER, number=0)))
     assert found.cause is None
     assert "rank 0 is in torch's C++ code" in found.notes[-1]
+
+
+def test_a_rank_that_makes_a_group_waits_for_others_to_make_it():
+    making = "/x/site-packages/torch/distributed/distributed_c10d.py:757 in _create_gloo_process_group: backend_class"
+    found = cause_of(alive(0, gather(1)), alive(1, FORWARD, **stack(making, 1)))
+    assert (found.rule, found.fix[:43]) == ("late-rank", "let all ranks make the same groups in the s")
 
 
 @pytest.mark.parametrize("reason", [TIMED_OUT, CLOSED])
@@ -640,7 +790,7 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
         ),
         (
             [failed(0, 3.1, CLOSED), killed(1, 3)],
-            "rank 1 was killed first, or called os._exit; rank 0 failed 100 ms later because its peer was gone",
+            "rank 1 was killed first; rank 0 failed 100 ms later because its peer was gone",
             "find out what killed rank 1: ",
         ),
         # the last sign of life of a process that is killed is earlier than its end
@@ -654,14 +804,14 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
         # so it may also be earlier than what ended the others
         (
             [failed(0, 3.1, "SIGTERM", BOOM[0]), killed(1, 3), failed(2, 3.2, CLOSED)],
-            "ranks 0-1 ended within 100 ms, and which of them first is not recorded: rank 1 was killed, or called "
-            "os._exit; rank 0 was terminated: SIGTERM, train.py:12; rank 2 failed 200 ms later because its peer was",
+            "ranks 0-1 ended within 100 ms, and which of them first is not recorded: rank 1 was killed; "
+            "rank 0 was terminated: SIGTERM, train.py:12; rank 2 failed 200 ms later because its peer was",
             "find out what killed rank 1: ",
         ),
         # but a rank that is terminated after others have lost a peer was not that peer
         (
             [failed(0, 3.2, "SIGTERM", BOOM[0]), killed(1, 3), failed(2, 3.1, CLOSED)],
-            "rank 1 was killed first, or called os._exit; rank 2 failed 100 ms later because its peer was gone; "
+            "rank 1 was killed first; rank 2 failed 100 ms later because its peer was gone; "
             "rank 0 was terminated 200 ms later",
             "find out what killed rank 1: ",
         ),
@@ -677,7 +827,7 @@ BOOM = ("/home/me/train.py:12 in main: raise ValueError", TORCH)
             "rank 0 was terminated first: SIGTERM; rank 1 was terminated 100 ms later",
             "see what sent SIGTERM to rank 0",
         ),
-        ([killed(n, 3) for n in (0, 1)], "ranks 0-1 were killed, or called os._exit", "find out"),
+        ([killed(n, 3) for n in (0, 1)], "ranks 0-1 were killed", "find out"),
         ([failed(0, 3, CLOSED), rank(1, alive_s=3)], "rank 1 was killed first", "find out what killed rank 1"),
         ([failed(0, 3, "MemoryError"), failed(1, 3.5, CLOSED)], "rank 0 failed first: MemoryError;", "let rank 0 need"),
         (

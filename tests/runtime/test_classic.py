@@ -23,6 +23,7 @@ from workbench.errors import UsageError
 from workbench.events import Category
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.replay.collectives import compare
+from workbench.replay.memory import not_split
 from workbench.replay.shards import at_rest
 from workbench.runtime import rank as rank_module
 from workbench.runtime import shard_planning, sharding
@@ -56,6 +57,7 @@ def train(policy):
     }
     out["shard"] = execute(command)
     out["ignored"] = sum(param.nbytes for param in ignored)
+    out["their state"] = sum(2 * param.nbytes + 4 for param in ignored)
     out["after"] = models_here()
     out["losses"] = execute(Step(count=3))["losses"]
     trace = trace_here()
@@ -64,6 +66,7 @@ def train(policy):
     (rank,) = trace.ranks
     live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
     out["live"] = {category: live[category] for category in Category}
+    out["not split"] = not_split(trace.header, rank.rows)
     out["at rest"] = at_rest(trace.header, rank.rank % trace.header.units[0].shard_size)
     return out
 
@@ -98,8 +101,9 @@ def test_it_trains_as_fully_shard_and_matches_its_closed_form(name):
             assert known.classes == before.classes
         assert out["shard"]["units"] == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
         assert out["shard"]["policy"][0] == "classic: one flat parameter per unit"
-        if "ignore" not in policy:
-            assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam
+        assert out["live"][Category.OPTIMIZER_STATE] == out["at rest"].adam + out["their state"]
+        is_whole = policy.get("strategy") == "none"
+        assert out["not split"] == (out["at rest"].adam if is_whole else out["their state"])
     if "mp" not in policy and "ignore" not in policy:
         for out, losses in zip(results, run(num_ranks, plainly), strict=True):
             assert out["losses"] == pytest.approx(losses, rel=1e-4)

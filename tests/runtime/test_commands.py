@@ -1,5 +1,6 @@
 """Commands on real ranks: replies, refusals, and leftovers."""
 
+import functools
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from workbench.reports.sharding_reports import shard_report
 from workbench.reports.verify_report import verify_report
 from workbench.runtime import model_summary
 from workbench.runtime import rank as rank_module
+from workbench.runtime.trainer import find_step_function
 from workbench.trace import header_from_dict, key_frame_from_dict
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.header import join
@@ -154,6 +156,9 @@ def test_policies_do_not_change_numbers_and_training_continues_after_a_reshard()
 def wrong_requests():
     ns = prepare()
     ns["number"] = 3
+    ns["with_batch"] = lambda model, batch, *, lr=0.1, **options: None
+    ns["decorated"] = functools.wraps(ns["with_batch"])(lambda: None)  # which passes the arguments
+    assert find_step_function("decorated") is ns["decorated"]
     texts = [
         refused(Shard(model="nothing")),
         refused(Shard(model="model.nothing")),
@@ -163,6 +168,7 @@ def wrong_requests():
         refused(Unshard(model="model")),
         refused(Step(fn="nothing")),
         refused(Step(fn="number")),
+        refused(Step(fn="with_batch")),
         refused(Verify()),
         refused(Verify(model="model")),
     ]
@@ -189,6 +195,8 @@ def test_every_wrong_request_gives_a_remedy():
         "not sharded; shard it first: %fsdp shard model",
         "no variable 'nothing'",
         "'number' is a int, not a function",
+        "with_batch() wants model, batch, but a step is called without arguments: define one that passes them, such as "
+        "def step(): return with_batch(model, batch), and name it with --fn step",
         "no model is sharded",
         "'model' is not sharded",
         "sharded already; change how: %fsdp reshard model, or undo it first: %fsdp unshard model",

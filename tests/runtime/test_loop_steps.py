@@ -172,7 +172,7 @@ def moves_of(recorder):
 def test_the_state_of_an_optimizer_counts_once_while_it_exists(loop, monkeypatch):
     recorder, steps, optimizer = loop()
     reads = []
-    monkeypatch.setattr(loop_steps, "state_bytes", lambda each: reads.append(each) or state_bytes(each))
+    monkeypatch.setattr(loop_steps, "state_bytes", lambda each, split: reads.append(each) or state_bytes(each, split))
     for _ in range(3):
         work(recorder, optimizer)
     assert (moves_of(recorder), len(reads)) == ([16], 1)  # of 4 momenta; read once, not after each step
@@ -192,11 +192,11 @@ def bytes_of_a_split_state():
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)
     optimizer.step()
     assert isinstance(optimizer.state[weight]["momentum_buffer"], DTensor)
-    return state_bytes(optimizer)
+    return state_bytes(optimizer, lambda param: param is weight)
 
 
 def test_of_a_state_that_is_split_this_rank_s_part_counts():
-    assert run_ranks(2, bytes_of_a_split_state) == [12, 12]
+    assert run_ranks(2, bytes_of_a_split_state) == [{"": 12}, {"": 12}]
 
 
 def test_a_loop_in_the_notebook_has_no_step_without_a_forward(loop):

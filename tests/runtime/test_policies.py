@@ -21,6 +21,7 @@ from workbench.models.sharded_model import in_order
 from workbench.protocol.commands import Reshard, Shard, Step, Unshard, Verify
 from workbench.protocol.policy import ModelPolicy, mesh_words
 from workbench.replay.collectives import compare
+from workbench.replay.memory import not_split
 from workbench.replay.shards import at_rest
 from workbench.runtime import shard_planning, sharding
 from workbench.trace import header_from_dict
@@ -72,6 +73,7 @@ def train(policy):
     (rank,) = trace.ranks
     live = rank.cut(rank.end_seq, rank.end_seq).start.bytes_by_category
     out["live"] = {category: live[category] for category in Category}
+    out["not split"] = not_split(trace.header, rank.rows)
     out["at rest"] = at_rest(trace.header, rank.rank % trace.header.units[0].shard_size)
     out["verify"] = execute(Verify())
     return out
@@ -114,6 +116,7 @@ def test_a_policy_trains_matches_its_closed_form_and_verifies(name):
     assert {unit.shard_size for unit in results[0]["units"]} == {size}
     assert bool(kinds[Kind.ALL_REDUCE]) == (copies > 1)
     assert bool(kinds[Kind.REDUCE_SCATTER]) == (size > 1)
+    assert [out["not split"] for out in results] == [0 if size > 1 else out["at rest"].adam for out in results]
     if not policy.get("mp"):
         for out, other in zip(results, plainly(num_ranks), strict=True):
             assert out["losses"] == pytest.approx(other["losses"], rel=1e-4)

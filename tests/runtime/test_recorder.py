@@ -102,6 +102,32 @@ def test_a_step_that_is_only_expected_begins_when_something_follows_it(drains):
     assert clock in ([], [3 * ROW_DTYPE.itemsize, 1]), "the step is under way meanwhile"
 
 
+LATE = (
+    lambda recorder: recorder.memory(Category.OPTIMIZER_STATE, -1, -8),
+    lambda recorder: recorder.resident(1 << 20),
+    lambda recorder: emit(recorder, Kind.ALL_REDUCE, Edge.END, comm=COMM),
+)
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize("late", LATE, ids=["free", "resident", "end"])
+def test_what_comes_late_is_not_of_a_step_that_is_only_expected(late, drains):
+    """Ranks collect garbage at different moments, and their steps must keep the same numbers."""
+    recorder = Recorder(Header(), now_ns=count().__next__)
+    recorder.begin_step()
+    emit(recorder, Kind.ALL_REDUCE, Edge.BEGIN, comm=COMM)
+    recorder.begin_step(is_expected=True)
+    late(recorder)
+    if drains:
+        recorder.drain()
+    recorder.give_up_step()
+    assert (recorder.next_step, rows_of(recorder.drain())["step"].tolist()) == (1, [0, 0, 0, NO_STEP])
+    recorder.begin_step(is_expected=True)
+    late(recorder)
+    recorder.metric("loss", 1)
+    assert rows_of(recorder.drain())["step"].tolist()[4:] == [1, 1, 1]
+
+
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("memory"), st.sampled_from(list(Category)), st.integers(-50, 50).filter(bool)),
@@ -275,6 +301,20 @@ def test_units_are_described_and_replaced():
     assert {name: getattr(unit, name) for name in policy} == policy
     assert vars(unit.params[0]) == vars(param)
     assert recorder.header_version > version
+
+
+def test_a_reader_gets_the_units_that_changed_since_its_version():
+    recorder, unit = Recorder(Header()), example_trace().header.units[0]
+    for index in range(3):
+        recorder.unit(dataclasses.replace(unit, index=index))
+    version, header = recorder.header_since(0)
+    assert header == recorder.header
+    assert recorder.header_since(version) == (version, None)
+    recorder.comm_group(7, (0, 1))
+    recorder.unit(dataclasses.replace(unit, index=1, name="renamed"))
+    newer, changed = recorder.header_since(version)
+    assert newer > version
+    assert changed == dataclasses.replace(recorder.header, units=(recorder.header.units[1],))
 
 
 class UnitSource:

@@ -41,6 +41,8 @@ def test_no_two_samples_are_closer_than_a_few_milliseconds(statm):
     for clock.now in (0, EVERY_NS - 1, EVERY_NS, EVERY_NS + 1, 3 * EVERY_NS):
         sampler.sample()
     assert len(found) == 3
+    sampler.sample("reading model.pt")  # is never left out
+    assert len(found) == 4
 
 
 def test_each_sample_reads_again(statm):

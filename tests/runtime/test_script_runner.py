@@ -13,7 +13,7 @@ from tests.runtime.test_gate import trace_of
 from workbench.engine._torch import named_groups
 from workbench.errors import UsageError
 from workbench.events import Kind
-from workbench.protocol.commands import Continue, Run
+from workbench.protocol.commands import Continue, Run, Step, Verify
 from workbench.runtime.script_runner import ScriptExit
 from workbench.trace import check
 from workbench.trace.columns import steps
@@ -131,6 +131,100 @@ def kept_of_trainers(path):
     ran(path)
     ns = namespace()
     return ns["net"] is ns["second"].net, ns["optimizer"] is ns["second"].optimizer, "_hidden" in ns
+
+
+WITH_ARGUMENTS = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+def train_step(model, optimizer, batch, scale=1.0, *, clip):
+    batch = batch * scale
+    loss = model(batch).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        train_step(model, optimizer, torch.full((2, 4), 1.0 + step + dist.get_rank()), clip=1.0)
+main()
+"""
+IN_OBJECTS = """
+from dataclasses import dataclass
+from functools import partial
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+def update(model, optimizer, x, y):
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+@dataclass(frozen=True, slots=True)
+class Update:
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    def __call__(self, *batch):
+        return update(self.model, self.optimizer, *batch)
+class Trainer:
+    def __init__(self, model, optimizer):
+        self.own, self.optimizer = model, optimizer
+    def fit(self, batches):
+        for x, y in batches:
+            self.train_step(x, y=y)
+    def train_step(self, x, y):
+        return update(self.own, self.optimizer, x, y)
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batches = [torch.full((2, 2, 4), 1.0 + step + dist.get_rank()).unbind() for step in range(3)]
+    trainer, of_data = Trainer(model, optimizer), Update(model, optimizer)
+    of_partial = partial(update, model, optimizer)
+    def nested(x):
+        return update(model, optimizer, x, torch.ones(4))
+    for call in (of_data, of_partial):
+        call(*batches[0])
+    nested(batches[1][0])
+    trainer.fit(batches)
+main()
+"""
+STEPS = {
+    WITH_ARGUMENTS: {"train_step": ["model", "optimizer", "batch", "scale", "clip"]},
+    IN_OBJECTS: {
+        "train_step": ["x", "y"],
+        "trainer.train_step": ["x", "y"],
+        "Trainer.train_step": ["self", "x", "y"],
+        "of_data": ["*batch"],
+        "of_partial": ["x", "y"],
+        "nested": ["x"],
+        "update": ["model", "optimizer", "x", "y"],
+    },
+}
+
+
+def verified_with_arguments(*paths):
+    replies = []
+    for path, names in zip(paths, STEPS.values(), strict=True):
+        ran(path)
+        replies += [execute(Verify(fn=name)) for name in names]
+        with pytest.raises(UsageError, match=r"train_step\(\) wants \w+, .*, but a step is called"):
+            execute(Step(count=1))
+    return replies
+
+
+def test_verify_passes_the_arguments_of_the_last_call_again(tmp_path):
+    paths = [written(tmp_path, source, f"of_{number}.py") for number, source in enumerate(STEPS)]
+    arguments = [each for names in STEPS.values() for each in names.values()]
+    for replies in run(2, verified_with_arguments, *paths):
+        for reply, expected in zip(replies, arguments, strict=True):
+            assert (reply["ok"], reply["optimizer_steps"], reply["arguments"]) == (True, 1, expected)
+            assert reply["max_rel_diff"] <= 1e-5
 
 
 def test_models_and_optimizers_of_a_trainer_stay_those_of_the_newest_optimizer(tmp_path):

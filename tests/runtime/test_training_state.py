@@ -1,6 +1,9 @@
 """The state of a training on two ranks: captured, trained away from, restored, and trained on with the same bits."""
 
+import functools
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from tests.helpers.booted_ranks import execute, namespace, prepare, run
 from workbench.errors import UsageError
 from workbench.protocol.commands import Shard, Step
 from workbench.runtime.rank import this_rank
-from workbench.runtime.training_state import TrainingObjects, capture, restore
+from workbench.runtime.training_state import TrainingObjects, capture, restore, unreached
 
 
 class Counting:
@@ -83,3 +86,59 @@ def losses_after_restore(engine, api):
 def test_a_training_goes_on_from_a_copy_with_the_same_bits(engine, api):
     for after, restored, renewed in run(2, losses_after_restore, engine, api):
         assert after == restored == renewed
+
+
+class OwnSchedule(torch.optim.lr_scheduler.StepLR):
+    """A class of which no other test leaves an instance."""
+
+
+class Slots:
+    __slots__ = ("sched",)
+
+
+class Owner:
+    sched = None
+
+
+def in_slots(sched):
+    made = Slots()
+    made.sched = sched
+    return made
+
+
+def in_generator(sched):
+    yield sched.last_epoch
+
+
+def in_module(sched):
+    """Return a function of an imported module, which has the scheduler in a global."""
+    module = types.ModuleType("imported_recipe")
+    exec("def train_step():\n    sched.step()", vars(module))
+    sys.modules[module.__name__], module.sched = module, sched
+    return module.train_step
+
+
+PLACES = {
+    "closure": lambda sched: lambda: (sched, sched.step()),
+    "default": lambda sched: lambda sched=sched: sched.step(),
+    "method": lambda sched: sched.step,
+    "partial": lambda sched: functools.partial(print, sched),
+    "slots": in_slots,
+    "class attribute": lambda sched: type("Recipe", (Owner,), {"sched": sched, "__module__": "__main__"})(),
+    "global of a module": in_module,
+    "generator": in_generator,
+    "set": lambda sched: {sched},
+    "five lists": lambda sched: [[[[[sched]]]]],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_scheduler_is_found_or_named(place):
+    opt = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1)
+    sched = OwnSchedule(opt, 1)
+    ns = {"opt": opt, "place": PLACES[place](sched)}
+    is_found = any(each is sched for each in TrainingObjects.among(ns).others.values())
+    named = [each for each in unreached(ns) if OwnSchedule.__name__ in each]
+    sys.modules.pop("imported_recipe", None)
+    assert is_found == (place not in {"generator", "set", "five lists"})
+    assert named == ([] if is_found else ["an instance of OwnSchedule that no public variable reaches"])

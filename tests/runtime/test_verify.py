@@ -186,7 +186,7 @@ def a_verify_that_raises():
 def test_a_verify_that_raised_leaves_a_valid_record():
     trace = joined(run(2, a_verify_that_raises))
     assert check(trace) == []
-    assert trace.header.strings == ("loss",)
+    assert trace.header.strings == ("sharding", "loss")
     assert training.summary(trace).step_times.steps.tolist() == [0, 1, 2]
 
 

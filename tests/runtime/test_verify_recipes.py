@@ -146,6 +146,34 @@ batches = map(tuple, itertools.cycle(loader))
 train_step = functools.partial(lambda it, model, opt: train(next(it), model, opt), batches, model, opt=opt)
 del batches
 """,
+    "state in a named tuple": """
+import collections
+state = collections.namedtuple("State", "model opt")(model, opt)
+batches = itertools.cycle(loader)
+def train_step():
+    return train(next(batches), *state)
+""",
+    "method of the model": """
+class Learner(nn.Sequential):
+    def train_step(self):
+        return train(next(batches), self, opt)
+model = Learner(Block(), nn.Linear(8, 4))
+fully_shard(model[0])
+fully_shard(model)
+opt, batches = torch.optim.AdamW(model.parameters(), lr=1e-2), itertools.cycle(loader)
+train_step = model.train_step
+""",
+    "whole gradients": """
+batches = itertools.cycle(loader)
+def train_step():
+    loss = F.cross_entropy(model(next(batches)[0]), torch.zeros(4).long())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
+    model[1].weight.grad.full_tensor().zero_()  # another tensor, which nothing uses
+    opt.step()
+    opt.zero_grad()
+    return loss.item() + norm.item()
+""",
     "reader": """
 class Reader:
     position = 0

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from workbench.errors import UsageError
-from workbench.events import Category, Param, Unit
+from workbench.events import TORCH_DDP, Category, Param, Unit
 from workbench.protocol.commands import Plan
 from workbench.reports.plan_report import PlanReport
 from workbench.script.fit_search import HALF_PRECISION, FitSearch, read_size, report_exceeds, slack_bytes
@@ -110,7 +110,7 @@ def test_a_policy_that_more_ranks_do_not_help_is_named_with_its_largest_class():
     found, _ = search("160MB")
     (never,) = found.never
     assert never.options == ""
-    assert dict(found.facts())["fits on no number"].startswith("as it is: activations are the most, 85.8 MiB of")
+    assert dict(found.facts())["fits on no number"].startswith("as it is: the largest class is activations, 85.8 MiB")
 
 
 def test_more_ranks_come_before_offload():
@@ -124,6 +124,19 @@ def test_without_any_that_fits_the_sentence_says_so():
     found, _ = search("10MB")
     assert "no policy fits: " in found.headline
     assert not found.best
+
+
+def test_of_a_model_on_every_rank_only_checkpoints_are_searched():
+    whole = replace(UNIT, engine=TORCH_DDP)
+    calls = []
+
+    def plan(each):
+        calls.append(each)
+        return replace(planned(each), units=(whole,))
+
+    FitSearch(plan, str, lambda _: None).limit("10MB").run(OWN)
+    assert {replace(call, checkpoint=(), ranks=OWN.ranks, hosts=OWN.hosts) for call in calls} == {OWN}
+    assert {bool(call.checkpoint) for call in calls} == {True, False}
 
 
 def test_what_is_given_is_not_searched():

@@ -8,7 +8,7 @@ from tests.helpers import json_schema
 from tests.plan.test_planning_rank import MODEL
 from workbench.cli.main import main
 from workbench.errors import UsageError
-from workbench.events import Category
+from workbench.events import Category, Kind
 from workbench.protocol.commands import Plan, Reshard, Shard, Step
 from workbench.protocol.policy import ModelPolicy
 from workbench.protocol.rank_messages import ModelInfo
@@ -162,6 +162,19 @@ def test_copies_that_do_not_fit_are_refused():
     model = replace(SHARDED, policy=replace(NOW, mesh="2x2"))
     with pytest.raises(UsageError, match=r"mesh 2x2 = 4 does not match .* 64; .* \(the plan is for 64 ranks\)"):
         planned_shard(model, Reshard("model"), 64)
+
+
+def test_a_model_that_a_cell_wraps_is_planned_as_it_is(tmp_path):
+    wrapped = CELL.replace("optimizer =", "model = nn.parallel.DistributedDataParallel(model)\noptimizer =")
+    program = Program(device="cpu", ranks_per_host=(2,), entries=(CompletedCell(code=wrapped),))
+    model = replace(PLAIN, class_name="DistributedDataParallel", units=(0,))
+    with PlannedRank(lambda _: None) as rank:
+        report = plan_program(program, model, Plan("model", ranks=8), tmp_path, rank)
+        with pytest.raises(UsageError, match="DistributedDataParallel"):
+            plan_program(program, model, Plan("model", ranks=8, mp="bf16"), tmp_path, rank)
+    assert [(total.kind, total.num_bytes) for total in report.collectives if total.kind is Kind.ALL_REDUCE] == [
+        (Kind.ALL_REDUCE, PLAIN.num_bytes)
+    ]
 
 
 def test_a_program_is_planned_without_its_steps_and_with_one_sharding(tmp_path):

@@ -16,6 +16,7 @@ class Channel:
         self.where, self.accepted, self.interrupted, self.sent = list(where), accepted, [], []
 
     def ask(self, request, ranks=None, timeout_s=0.0):
+        assert timeout_s > 0  # a rank may never answer
         self.sent.append(request.word)
         match request:
             case Job():
@@ -47,7 +48,7 @@ def test_it_polls_until_the_answer_arrives_and_deletes_it():
 
 def test_a_rank_that_is_not_held_in_the_gate():
     channel = Channel(accepted=False)
-    with pytest.raises(UsageError, match="ranks 0-1 are not held in the gate"):
+    with pytest.raises(UsageError, match="ranks 0-1 are not held in the gate: see %fsdp where"):
         jobs(channel, [0, 1]).run(RunCell(code="x"))
     assert channel.sent[-1] == "forget"
     with pytest.raises(UsageError, match="rank 2 is not held in the gate, only ranks 0-1"):
@@ -103,6 +104,7 @@ def test_code_for_some_ranks_carries_that_information():
         ("new_group", ""),
         ("not python", ""),
         ("broken(", ""),
+        ("make()(x)", ""),
     ],
 )
 def test_making_a_process_group_waits_for_others_without_a_collective(code, name):
@@ -118,13 +120,15 @@ def bad(ename, evalue):
 
 
 def test_errors_are_one_line_each():
-    error = to_error({0: bad("KeyError", "'x'"), 1: JobReply(), 2: bad("KeyError", "'x'"), 3: bad("E", "a\nb")}, "here")
+    raised = {0: bad("KeyError", "'x'"), 1: JobReply(), 2: bad("KeyError", "'x'"), 3: bad("E", "a\nb"), 4: bad("F", "")}
+    error = to_error(raised, "here")
     assert isinstance(error, RankError)
     assert str(error).splitlines() == [
         "ranks 0, 2 raised KeyError: 'x'",
         "rank 3 raised E: a",
+        "rank 4 raised F",
         "the step is still stopped: here",
     ]
-    assert (error.rank, error.also, error.traceback) == (0, (2,), "")
+    assert (error.rank, error.ename, error.evalue, error.also, error.traceback) == (0, "KeyError", "'x'", (2,), "")
     assert to_error({0: JobReply()}, "here") is None
     assert isinstance(to_error({0: bad("UsageError", "no such parameter")}, "here"), UsageError)

@@ -1,5 +1,6 @@
 """Marked events in pictures: an outline and a button for each; a button shows its outline and zooms to it."""
 
+import numpy as np
 import pytest
 
 from tests.helpers.trace_strategies import Setup, simulate
@@ -16,6 +17,12 @@ STEP = {"rank 1": mark_in_step(TRACE.rank(1), 1)}
 
 def outlines(fig):
     return [shape for shape in fig.layout.shapes if shape.visible is False]
+
+
+def zoomed(fig):
+    """Return the time range that the button of the only mark shows."""
+    (shown,) = fig.layout.updatemenus[0].buttons[1].args
+    return shown["xaxis.range"]
 
 
 def begin_and_end(rank, kind, unit):
@@ -41,26 +48,27 @@ def test_a_button_outlines_the_events_and_zooms_to_them(view, options, yref):
     (shown,), (hidden,) = one.args, whole.args
     assert shown[f"shapes[{place}].visible"] is True
     assert hidden[f"shapes[{place}].visible"] is False
-    begin, end = shown["xaxis.range"]
-    assert 0 <= begin <= outline.x0 < outline.x1 <= end
-    assert end - begin < hidden["xaxis.range"][1]
+    around = 1.5 * (outline.x1 - outline.x0)
+    assert zoomed(fig) == pytest.approx([max(outline.x0 - around, 0), outline.x1 + around])
     assert hidden["xaxis.range"] == pytest.approx(tuple(plain.layout.xaxis.range))
     assert fig.layout.height - fig.layout.margin.t == plain.layout.height - plain.layout.margin.t  # the plot's stays
 
 
 def test_the_outline_is_around_the_ranks_block():
-    first, second = (
-        outlines(draw("timeline", TRACE, step=1, marks={"": mark_in_step(TRACE.rank(rank), 1)}))[0] for rank in (0, 1)
-    )
+    figs = [draw("timeline", TRACE, step=1, marks={"": mark_in_step(TRACE.rank(rank), 1)}) for rank in (0, 1)]
+    assert zoomed(figs[1]) == [0, figs[1].layout.xaxis.range[1]]  # the mark is all there is
+    (first,), (second,) = map(outlines, figs)
     assert first.y0 < first.y1 < second.y0 < second.y1
 
 
 def test_a_moment_is_wide_enough_to_be_seen():
     rows = TRACE.rank(0).rows
-    seq = int(rows["seq"][rows["step"] == 1][9])
+    seq = int(np.median(rows["seq"][rows["step"] == 1]))
     fig = draw("memory", TRACE, step=1, rank=0, marks={"peak": EventMark(rank=0, first_seq=seq, last_seq=seq)})
     (outline,) = outlines(fig)
-    assert outline.x1 - outline.x0 == pytest.approx(0.004 * fig.layout.xaxis.range[1])
+    whole = fig.layout.xaxis.range[1]
+    assert outline.x1 - outline.x0 == pytest.approx(0.004 * whole)
+    assert zoomed(fig) == pytest.approx([outline.x0 - 0.02 * whole, outline.x1 + 0.02 * whole])
 
 
 def test_sentences_are_plain_text_outside_and_escaped_inside():

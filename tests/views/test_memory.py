@@ -8,7 +8,7 @@ from tests.helpers.trace_strategies import Setup, example_trace, simulate
 from tests.replay.test_memory import with_pool
 from workbench.base.text_formats import format_bytes
 from workbench.errors import UsageError
-from workbench.events import Category, Kind, UnitState
+from workbench.events import NOT_SPLIT, Category, Kind, UnitState
 from workbench.replay import memory as live
 from workbench.replay.shards import shards, totals
 from workbench.replay.spans import extent_ns
@@ -75,6 +75,32 @@ def test_the_dashed_line_is_the_memory_of_plain_training():
     names = ("parameters", "gradients", "optimizer state")
     parts = ", ".join(f"{name} {format_bytes(b)}" for name, b in zip(names, kept, strict=True))
     assert f"without sharding, every rank would keep {format_bytes(sum(kept))}: {parts}" in subtitle(fig)
+
+
+NO_UNIT = -1
+STATES = {"all split": (), "of one unit": (2,), "of an unsharded model beside it": (NO_UNIT,), "none": (0, 1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize("units", STATES.values(), ids=STATES)
+def test_state_of_parameters_that_are_not_sharded_counts_once_without_sharding(units):
+    trace, more = example_trace(), 4 * MIB
+    header = replace(trace.header, strings=(*trace.header.strings, NOT_SPLIT))
+    ranks, states = [], []
+    for rank in trace.ranks:
+        rows = rank.rows.copy()
+        is_state = rows["category"] == Category.OPTIMIZER_STATE
+        if NO_UNIT in units:
+            (first, *_) = np.flatnonzero(is_state)
+            rows = np.insert(rows, first, rows[first])
+            rows["seq"] = np.arange(len(rows))
+            rows["unit"][first], rows["num_bytes"][first] = NO_UNIT, more
+            is_state = rows["category"] == Category.OPTIMIZER_STATE
+        is_whole = is_state & np.isin(rows["unit"], units)
+        rows["module"][is_whole] = len(header.strings) - 1
+        states.append([rows["num_bytes"][is_state & ~is_whole].sum(), rows["num_bytes"][is_whole].sum()])
+        ranks.append(RankTrace(rank.rank, rows))
+    split, whole = np.mean(states, axis=0)
+    assert f"optimizer state {format_bytes(round(4 * split + whole))}" in subtitle(memory(Trace(header, tuple(ranks))))
 
 
 def test_without_an_optimizer_or_trained_parameters_the_line_has_no_more_than_there_is():

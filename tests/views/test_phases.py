@@ -6,7 +6,7 @@ from tests.helpers.trace_strategies import example_trace
 from workbench.events import Kind
 from workbench.replay.spans import extent_ns
 from workbench.views import theme
-from workbench.views.phases import MAX_PIECES, add_phases
+from workbench.views.phases import MAX_PIECES, add_phases, phases_within
 from workbench.views.span_shapes import time_axis
 
 
@@ -19,9 +19,19 @@ def strip(trace):
 def test_a_step_is_forward_backward_and_optimizer():
     shapes = strip(example_trace().slice(step=1))
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-    assert [shape.fillcolor for shape in shapes] == [theme.KIND_COLOURS[kind] for kind in kinds]
+    assert [shape.line.color for shape in shapes] == [theme.KIND_COLOURS[kind] for kind in kinds]
     assert [shape.label.text for shape in shapes][:2] == ["forward", "backward"]
     assert all(before.x1 <= after.x0 for before, after in pairwise(shapes))
+
+
+def test_pieces_have_a_label_where_it_fits():
+    trace = example_trace().slice(step=1)
+    fig = go.Figure()
+    axis = time_axis(extent_ns(trace))
+    add_phases(fig, trace.rank(0).rows, axis)
+    fig.update_xaxes(range=axis.layout["range"])
+    texts = {width: [s["label"]["text"] for s in phases_within(fig, width)] for width in (20, 100_000)}
+    assert texts == {20: ["", "", ""], 100_000: ["forward", "backward", "optimizer"]}
 
 
 def test_the_strip_begins_where_the_axis_does():

@@ -136,7 +136,10 @@ def test_the_curve_is_cut_where_another_model_began():
     header = Header(strings=("loss",), units=(make_unit(0), make_unit(1)))
     fig = training(of_models((0, 66.95), (0, 60.0), (1, 5.0), (1, 4.868), header=header))
     assert title(fig).startswith("Loss 5.000 → 4.868 in 2 steps")
-    assert "a new model begins; the title describes the current one, from step 2 on" in subtitle(fig)
+    assert (
+        "a new model begins, or a heal has made it again; the title describes the current one, from step 2 on"
+        in subtitle(fig)
+    )
     loss = lines(fig)[0]
     assert list(loss.x) == [0, 1, 2, 2, 3]
     assert np.isnan(loss.y[2])

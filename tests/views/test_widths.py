@@ -30,6 +30,9 @@ pytestmark = [pytest.mark.browser, pytest.mark.lasting_browser]
 
 WIDTHS = (180, 250, 300, 320, 400, 500, 600, 700, 1400, 2000)
 TALK_WIDTHS = (375, 450, 600, 2000)
+MOST_EMPTY = 12
+"""Pixels below a legend."""
+
 TRACES = ("deep", "held", "copies", "many")
 
 _PAGE = """<!doctype html><meta charset=utf-8><body style='margin:0'><div id=around></div><script>PLOTLY</script>
@@ -49,6 +52,11 @@ _DRAW = """async ([figure, widths]) => {
         await frames();
         await drawn;
         await Plotly.Plots.resize(graph);
+    }
+    for (let before; before !== drawn;) { // it draws once more without what is empty below
+        before = drawn;
+        await drawn;
+        await frames();
     }
     end();
     const box = (element) => {
@@ -158,10 +166,16 @@ def complaints(measured, least=LEAST):
         yield "what is wider than the page cannot be scrolled to"
     if any(title[2] > measured["width"] + 1 for title in measured["titles"]):
         yield "its titles are wider than the page"
-    for legend in measured["legends"]:
-        if overlap(legend, measured["plot"]) > 1:
-            yield "the legend covers the plot"
+    yield from _misplaced(measured["legends"], measured["plot"], bottom)
     yield from _cells_too_small(measured["cells"])
+
+
+def _misplaced(legends, plot, bottom):
+    for legend in legends:
+        if legend[1] > plot[3] and bottom - legend[3] > MOST_EMPTY:
+            yield f"{bottom - legend[3]:.0f} pixels below the legend are empty"
+        if overlap(legend, plot) > 1:
+            yield "the legend covers the plot"
 
 
 def _cells_too_small(cells):

@@ -133,7 +133,7 @@ def test_before_the_first_step_it_explains_how_to_train(made):
     workbench = FakeWorkbench(prefix(trace, first))
     widget = made(workbench)
     assert ask(widget)[0]["said"] == (
-        "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
+        "No step has run yet: %fsdp step 5 calls train_step(), which a %%fsdp cell defines with an optimizer."
     )
     workbench.trace = trace
     assert ask(widget)[0]["said"] == ""

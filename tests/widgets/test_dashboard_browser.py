@@ -298,7 +298,9 @@ def test_it_reports_the_end_and_then_shows_new_ranks(shown):
     workbench.alive[1], workbench.losses = False, {1: "died: the process was killed by SIGKILL"}
     over = look(page, widget)
     assert (over["live"], over["isPressed"]) == ("\u25cb latest", "false")
-    assert over["said"].startswith("rank 1 died: the process was killed by SIGKILL. No further step can run: %fsdp")
+    assert over["said"].startswith(
+        "rank 1 died: the process was killed by SIGKILL. No further step can run: %fsdp heal"
+    )
     assert over["ranks"].startswith("rank 1gone"), "first, as there may be no room for all"
     enabled = set(page.locator(".fw-buttons button:not([aria-disabled='true'])").all_inner_texts())
     assert enabled <= {"pause", "abort", "hold last step", "\u25cb latest"}
@@ -319,7 +321,7 @@ def test_it_reports_the_end_and_then_shows_new_ranks(shown):
         "\u2013",
         True,
     )
-    assert begun["said"].startswith("No step has run yet. Define train_step()")
+    assert begun["said"].startswith("No step has run yet: %fsdp step 5 calls train_step()")
 
     workbench.trace = trained
     again = look(page, widget)

@@ -68,6 +68,17 @@ def in_no_unit(model: str, params: Sequence[str]) -> Fault:
     ).about(params)
 
 
+def added_late(params: Sequence[str]) -> Fault:
+    """Return the fault that ``params`` became trained parameters after the wrapper that averages gradients was made."""
+    return Fault(
+        rule="in-no-unit",
+        verdict="added or unfrozen after DistributedDataParallel was made, which does not average their gradients: "
+        "{names}",
+        fix="make DistributedDataParallel again after such a change, and a new optimizer; then load one checkpoint on "
+        "every rank",
+    ).about(params)
+
+
 def hook_never_called(params: Sequence[str]) -> Fault:
     """Return the fault that sharded ``params`` have a ``register_hook``, which is never called."""
     return Fault(

@@ -156,7 +156,7 @@ class GradeReport:
                 (each.name, "-" if each.predicted is None else str(each.predicted), str(each.measured), each.distance)
                 for each in self.predictions
             ]
-            yield from Table(head=("prediction", "predicted", "measured", "distance"), rows=rows).lines()
+            yield from Table(head=("prediction", "predicted", "answer", "distance"), rows=rows).lines()
         passed = sum(check.status == "passed" for check in self.checks)
         yield f"\n{passed} of {plural(len(self.checks), 'check')} passed: {self.score:g} of {self.max_score:g} points"
         if self.problem:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 TOUR = "01_tour.ipynb"
 
+CALCULATOR = "calculator.html"
+"""The page that ``workbench course --calculator`` writes into the folder."""
+
 COURSE_FOLDER = "fsdp-course"
 """Where ``workbench course`` copies the notebooks by default."""
 
@@ -40,6 +43,8 @@ _PLANNED = ("fit", "checkpoint", "wrap", "mesh", "reshard_after_forward", "mp", 
 """Options of ``%fsdp plan`` that ``workbench plan`` has too."""
 
 _RUN_SCRIPTS = {"lint", "verify", "plan"}  # what follows the script's name, or --, is for the script
+_START_KERNELS = {"demo", "lab", "course", "grade"}
+_KERNEL_FILES = 100  # with fewer than 66 it ends, or lives and never answers
 _ALIASES = {"ServerApp.ip": "ip", "ServerApp.root_dir": "notebook-dir"}  # of jupyter_server
 
 
@@ -58,6 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.word not in {"course", "lab", *_RUN_SCRIPTS}:
         parser_of[args.word].error(f"unknown argument {rest[0]!r}")
     try:
+        if args.word in _START_KERNELS:
+            from workbench.base.open_files import check_open_files  # noqa: PLC0415 - loaded when used
+
+            check_open_files(_KERNEL_FILES, "a Jupyter kernel", "this terminal")
         if args.word == "lab":
             return _lab(rest)
         return _COMMANDS[args.word](args)
@@ -160,13 +169,13 @@ killed, and 2 if the folder cannot be read."""
 _VERIFY = """\
 Check a training recipe: run a script on CPU ranks, as %fsdp run does, then compare one step of its sharded model with
 the same step of an unsharded copy. The workbench's engine takes the place of torch's fully_shard and
-FullyShardedDataParallel in the script; DistributedDataParallel stays torch's. The script must define a function of one
-training step (train_step, or --fn) that reaches the model and the optimizer by variables. Further arguments go to the
-script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
+FullyShardedDataParallel in the script; DistributedDataParallel stays torch's. The script must define a function or
+method of one training step (train_step, or --fn), which gets the arguments of its last call. Further arguments go to
+the script. The exit status is 0 if the steps are the same, 1 if they are not, and 2 if they could not be compared."""
 _VERIFY_NEEDS = (
     "The script must shard a model with fully_shard or FullyShardedDataParallel, or wrap it in "
-    "DistributedDataParallel, in a global variable or in a function that trains it, and define a function without "
-    "arguments that trains it for one step, by its global names: train_step, or --fn NAME."
+    "DistributedDataParallel, in a global variable or in a function that trains it, and define a function "
+    "or method that trains it for one step: train_step, or --fn NAME."
 )
 _PLAN = """\
 Say what a training script would need and take on machines that need not exist: run its first steps as one rank of many,
@@ -208,6 +217,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     instead = course.add_mutually_exclusive_group()
     instead.add_argument("--solutions", action="store_true", help="for teachers: with the exercises solved")
     instead.add_argument("--pages", action="store_true", help="run the first notebooks, and write each as a page")
+    about = f"plan what fits for many policies, and write a page with a form ({CALCULATOR}); takes minutes"
+    instead.add_argument("--calculator", action="store_true", help=about)
     instead.add_argument("--nbgrader", action="store_true", help="as the source of an nbgrader assignment")
     grade = words.add_parser("grade", description=_GRADE, help="run a notebook and print the results of its checks")
     _add_grade_options(grade)
@@ -230,7 +241,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     verify.add_argument(
         "-n", dest="num_ranks", type=int, default=2, metavar="RANKS", help="number of ranks (default 2)"
     )
-    verify.add_argument("--fn", default="train_step", help="the script's function of one step (default train_step)")
+    verify.add_argument(
+        "--fn", default="train_step", help="the script's function or method of one step (default train_step)"
+    )
     verify.add_argument("--model", default="", help="the script's sharded model (default: the only one)")
     verify.add_argument(
         "--repeat", action="store_true", help="run the sharded step twice instead, and compare all bits"
@@ -358,6 +371,12 @@ def _course(args: argparse.Namespace) -> int:
 
         for page in course_page.write_pages(find_tour().parent, folder):
             sys.stdout.write(f"{page}\n")
+        return 0
+    if args.calculator:
+        from workbench.cli import calculator_page  # noqa: PLC0415 - loaded when used
+
+        page = calculator_page.write_calculator(folder / CALCULATOR, partial(_say, sys.stderr))
+        sys.stdout.write(f"{page}\n")
         return 0
     change = course_copy.with_solution if args.solutions else course_copy.for_nbgrader if args.nbgrader else None
     copied = course_copy.copy_course(find_tour().parent, folder, change)

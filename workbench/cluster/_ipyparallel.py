@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -40,7 +41,7 @@ from workbench.cluster.pending_replies import Answer, Output, OutputKind, settle
 from workbench.cluster.remote_errors import let_go, render, report, undisturbed, user_line
 from workbench.cluster.step_marks import StepMarks, without_marks
 from workbench.errors import ClusterError, RankError, UsageError, printable, shortened
-from workbench.protocol.starting import Address
+from workbench.protocol.starting import Address, crash_file
 
 REQUEST, REPLY, INTERRUPT, HOLD = "workbench_request", "workbench_reply", "workbench_interrupt", "workbench_hold"
 SILENT = "workbench_silent"
@@ -108,12 +109,12 @@ def _put_streams_back() -> None:
             setattr(sys, name, standing[name])
 
 
-standing: dict[str, Any] = {"world": None, "lookout": None, "children": None, "stdout": None, "stderr": None}
+standing: dict[str, Any] = dict.fromkeys(("world", "lookout", "children", "stdout", "stderr", "has_log", "crashes"))
 """State of an engine as a rank: its :class:`~workbench.protocol.starting.World` as data, the
 :class:`~workbench.cluster.host_liveness.HostMonitor` of other hosts, the
-:class:`~workbench.cluster.child_output.ChildOutput`, and the streams that publish its output. Each is None until the
-engine first is a rank. The world is None again when it no longer is one; the lookout is None when it monitors no
-host."""
+:class:`~workbench.cluster.child_output.ChildOutput`, the streams that publish its output, whether it has a log, and
+else the descriptor of the file for its stacks. Each is None until the engine first is a rank. The world and the
+descriptor are None again when it no longer is one; the lookout is None when it monitors no host."""
 
 
 def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> None:
@@ -152,13 +153,17 @@ def install(handler_name: str, world: dict[str, Any], hosts: dict[str, Any]) -> 
         if step is not None:
             StepMarks(sys.stdout, step)
             StepMarks(sys.stderr, step)
+    if not standing["has_log"]:
+        _note_crashes()
 
 
 def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     """Set up an engine's kernel for a rank."""
     sys.setswitchinterval(_SWITCH_S)
     _serve_without_ado(kernel)
-    standing["children"] = children = ChildOutput(_freed_log())
+    log = _freed_log()
+    standing["children"] = children = ChildOutput(log)
+    standing["has_log"] = log is not None
     faulthandler.enable(2)  # which is now the log, where this process has one
     standing["stdout"], standing["stderr"] = sys.stdout, sys.stderr
     kernel.shell.events.register("post_run_cell", lambda _: _put_streams_back())
@@ -170,6 +175,18 @@ def _adapt(kernel: Any) -> None:  # noqa: ANN401 - untyped in ipyparallel
     _repair_await(kernel)
     _end_when_alone()
     threading.Thread(target=end_with_main_thread, args=(GRACE_S,), name="workbench: end", daemon=True).start()
+
+
+def _note_crashes() -> None:
+    """Write the stacks of this process into a file of its host when C code ends it.
+
+    Without a log, stderr is a pipe that this process itself reads.
+    """
+    path = crash_file()
+    with suppress(OSError):  # such as a full disk: there is no place for them
+        path.unlink(missing_ok=True)  # of a process that had the same id
+        standing["crashes"] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        faulthandler.enable(standing["crashes"])
 
 
 def _freed_log() -> int | None:
@@ -278,6 +295,11 @@ def _leave() -> None:
     if standing["lookout"] is not None:
         standing["lookout"].close()
         standing["lookout"] = None
+    if standing["crashes"] is not None:
+        faulthandler.enable(2)
+        os.close(standing["crashes"])
+        standing["crashes"] = None
+        crash_file().unlink(missing_ok=True)
 
 
 def _silent(_: dict[str, Any]) -> tuple[Sequence[str], list[memoryview]]:

@@ -29,12 +29,14 @@ class Channels:
         wire: likewise.
         engines: likewise.
         losses: how each lost rank was lost, in words, by rank; filled by the cluster.
+        has_loss: set once a rank is lost.
     """
 
     def __init__(self, wire: Wire, engines: Sequence[str]) -> None:
         self.wire = wire
         self.engines = tuple(engines)
         self.losses: dict[int, str] = {}
+        self.has_loss = threading.Event()
         self._lock = threading.Lock()
         self._sending = threading.Lock()  # a Jupyter session counts its messages without a lock
         self._lost: dict[int, ClusterError] = {}
@@ -144,6 +146,7 @@ class Channels:
         with self._lock:
             reason = self._lost.setdefault(rank, error)
             abandoned = tuple(self._open[rank])
+        self.has_loss.set()
         for future in abandoned:
             settle(future, reason)
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from workbench.base.codec import decode, encode
+from workbench.base.crash import Crash, read_crash
 from workbench.base.devices import AUTO, CHOICES, HOST
 from workbench.cluster import engine_probe
 from workbench.cluster._ipyparallel import INSTALL, Wire
@@ -50,6 +51,7 @@ _PATIENCE_S = 1.0
 _HOLD_S = 2.0
 _ANSWER_S = 20.0  # until an engine without an answer counts as busy; an idle one may be slow because its machine is
 _WHO_S = 2.0  # period of the check whether another notebook has taken the ranks
+_LOSS_S = 2.0
 _SILENT_S = 0.2  # period at which two ranks are polled for silent hosts
 
 PROGRAM = Path(engine_probe.__file__).read_text(encoding="utf-8")
@@ -428,6 +430,7 @@ class Cluster:
                 living = [rank for rank, is_alive in enumerate(self.alive()) if is_alive]
                 free(self._reach(), living, pending, "another rank was lost")
                 pending.wait(_PATIENCE_S)
+                self.raise_loss()
             raise
         return pending.results()
 
@@ -482,6 +485,9 @@ class Cluster:
         left.append(provider.end())
         for rank in range(self.num_ranks):  # of ranks that were killed, on this host
             private_file(self._session, rank).unlink(missing_ok=True)
+        for info in self._rank_info:
+            if info.crash_file:
+                Path(info.crash_file).unlink(missing_ok=True)
 
     def detach(self) -> None:
         """Release the ranks without stopping them; they keep their variables and can be attached again.
@@ -552,10 +558,13 @@ class Cluster:
         rank = channels.engines.index(engine)
         info = self._rank_info
         host = f" on {info[rank].host}" if info else ""
+        crash, where = _crash_of(info[rank]) if info and not provider.tells_ends else (None, "")
 
         def report(why: str) -> None:
             if self._channels is channels:  # else the cluster was stopped meanwhile
-                how = f"died: the process{host} has ended" + (f": {why}" if why else ", or its host is gone")
+                how = f"died: the process{host} has ended" + (f": {why}" if why else f", or its host is gone{where}")
+                if crash is not None:
+                    how = f"died: the process{host} was killed by {crash.signal or 'Python'} ({crash})"
                 self._lose(channels, rank, how, "")
 
         provider.ask_why_gone(report)
@@ -649,6 +658,14 @@ class Cluster:
 
     # ------------------------------------------------------------------ requests
 
+    def raise_loss(self) -> None:
+        """Raise RankDied if a rank is lost, or turns out to be within two seconds: others may fail before that."""
+        if self._channels is not None:
+            self._channels.has_loss.wait(_LOSS_S)
+        if lost := self.losses():
+            how = "; ".join(f"rank {rank} {words}" for rank, words in lost.items())
+            raise RankDied(f"{how}. %fsdp heal begins again", ranks=tuple(lost))
+
     def apply(self, name: str, *args: Any, ranks: Iterable[int] | None = None) -> PendingReplies:  # noqa: ANN401 - plain data
         """Call the function ``"module:function"`` in the main thread of ``ranks`` (default: all).
 
@@ -715,6 +732,21 @@ class Cluster:
         if self._channels is None:
             raise UsageError("the ranks are not started: first %fsdp start")
         return self._channels
+
+
+def _crash_of(info: ConnectReply) -> tuple[Crash | None, str]:
+    """Return the crash of a lost rank, if its file is here; else where that would be, as the end of a message."""
+    if not info.crash_file:
+        return None, ""
+    path = Path(info.crash_file)
+    try:
+        if path.stat().st_uid != os.getuid():
+            return None, ""
+        crash = read_crash(path.read_text(errors="replace"))
+        path.unlink()
+    except OSError:
+        return None, f"; if C code ended it, {path} on {info.host} has its stacks"
+    return (crash if crash.reason else None), ""
 
 
 def _close(connecting: Future[Wire]) -> None:

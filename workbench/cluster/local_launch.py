@@ -17,7 +17,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import resource
 import secrets
 import shutil
 import signal
@@ -34,7 +33,9 @@ import psutil
 
 from workbench.base.crash import Crash, read_crash
 from workbench.base.devices import AUTO, DEVICES
+from workbench.base.open_files import check_open_files
 from workbench.base.ports import LOOPBACK, reserved_port
+from workbench.base.text_formats import plural
 from workbench.cluster import processes
 from workbench.cluster.engine_provider import EngineProvider, Registered, WaitNotices, no_wait
 from workbench.cluster.pending_replies import ranks_in_words
@@ -186,7 +187,8 @@ class LocalLaunch(EngineProvider):
     ) -> None:
         if device in DEVICES and not DEVICES[device].may_be_here():
             raise UsageError(few_devices(socket.gethostname(), num_ranks, 0, device))
-        check_open_files(num_ranks)
+        needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
+        check_open_files(needed, plural(num_ranks, "rank"), "the terminal that starts Jupyter")
         self._notices = notices or WaitNotices(no_wait)
         self._timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
@@ -435,23 +437,6 @@ def _cpu_s(process: psutil.Process) -> float:
     except psutil.Error:
         return 0.0
     return float(used.user + used.system)
-
-
-def check_open_files(num_ranks: int) -> None:
-    """Raise this process's limit of open files if ``num_ranks`` ranks need more; processes that it starts inherit it.
-
-    Raises:
-        UsageError: the limit may not be raised so far.
-    """
-    needed = OPEN_FILES + OPEN_FILES_PER_RANK * num_ranks
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        if hard != resource.RLIM_INFINITY and hard < needed:
-            raise UsageError(
-                f"this process may open {hard} files, and {num_ranks} ranks need {needed}: "
-                f"run ulimit -n {needed} in the terminal that starts Jupyter"
-            )
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _last_lines(crash: Crash) -> list[str]:

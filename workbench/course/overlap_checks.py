@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from workbench.base.text_formats import format_duration
+from workbench.base.text_formats import format_duration, plural
 from workbench.course.finding import CheckFinding, and_list, fails, holds, unit_list
 from workbench.course.run_steps import read_call, runs_no_unit, step_of
 from workbench.errors import UsageError
@@ -22,7 +22,9 @@ NOISE = 0.05
 """Exposed communication that differs from the reference's by less than this fraction of the step never fails."""
 
 
-def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: int = -1) -> CheckFinding:
+def overlaps(
+    trace: Trace, kind: str = "all_gather", at_least: int = 1, step: int = -1, *, to_end: bool = False
+) -> CheckFinding:
     """Return whether collectives are issued ahead: each rank runs another unit between the issue and the wait.
 
     Args:
@@ -30,6 +32,7 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
         kind: ``all_gather`` or another kind of collective.
         at_least: how many of them each rank issues ahead in the step.
         step: the step.
+        to_end: whether a rank may wait for them only after the last work of its units.
 
     Raises:
         UsageError: there is no such kind of collective.
@@ -38,7 +41,19 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
     number = step_of(trace, step)
     if isinstance(number, CheckFinding):
         return number
+    early = {rank.rank: _waited_in_work(rank, what.kind) for rank in trace.slice(step=number).ranks if to_end}
     ahead = ahead_of_work(trace, what.kind, number)
+    is_none = any(total and not count for count, total in ahead.values())
+    if any(early.values()) and not is_none:
+        each = [
+            f"{label(ranks)} wait{'s' if len(ranks) == 1 else ''} for {plural(count, what.kind.words)}"
+            for count, ranks in by_value(early).items()
+            if count
+        ]
+        return fails(
+            f"{and_list(each)} in {step_name(number)} while units still have work to do",
+            "issue them while units work, and wait for all of them after the last unit",
+        )
     few = {rank: count for rank, count in ahead.items() if count[0] < at_least}
     word = what.kind.words
     if not few:
@@ -47,7 +62,6 @@ def overlaps(trace: Trace, kind: str = "all_gather", at_least: int = 1, step: in
             f"each rank issues {least} of {total} {word}s ahead of another unit's work, in {step_name(number)}"
         )
     each = [f"{issuing(ranks)} {count} of {total} {word}s ahead" for (count, total), ranks in by_value(few).items()]
-    is_none = any(total and not count for count, total in few.values())
     return fails(
         f"{and_list(each)} in {step_name(number)}, not at least {at_least}",
         f"the {word} of each unit is waited for before anything else runs; issue it with async_op=True before another "
@@ -106,6 +120,16 @@ def ahead_of_work(trace: Trace, kind: Kind, step: int) -> dict[int, tuple[int, i
     One that no wait of compute follows counts if such work follows its issue.
     """
     return {rank.rank: _issued_ahead(rank, kind, step) for rank in trace.slice(step=step).ranks}
+
+
+def _waited_in_work(rank: RankTrace, kind: Kind) -> int:
+    """Return how many collectives of a kind are waited for before the last work of a unit."""
+    rows, found = rank.rows, collectives.table(rank)
+    last_work = rows["seq"][np.isin(rows["kind"], WORK) & (rows["unit"] >= 0)].max(initial=-1)
+    waits = rows[(rows["kind"] == Kind.WAIT) & (rows["edge"] == Edge.BEGIN) & (rows["seq"] < last_work)]
+    mine = found.kind == kind
+    calls = set(zip(found.comm_group[mine].tolist(), found.comm_seq[mine].tolist(), strict=True))
+    return len(calls.intersection(zip(waits["comm_group"].tolist(), waits["comm_seq"].tolist(), strict=True)))
 
 
 def _issued_ahead(rank: RankTrace, kind: Kind, step: int) -> tuple[int, int]:

@@ -53,8 +53,9 @@ class PredictionReport(Report):
         question: what was asked.
         unit: unit of the number; empty for none.
         predicted: the locked answer; None: there is none.
-        measured: what was measured.
+        measured: what was measured or planned.
         because: why it is so.
+        is_planned: whether it was planned.
         seen: views that would show the answer, and that were drawn before it was locked.
     """
 
@@ -64,12 +65,13 @@ class PredictionReport(Report):
     predicted: float | str | None
     measured: float | str
     because: str = ""
+    is_planned: bool = False
     seen: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
         """Prediction and measurement in one sentence."""
-        found = "the answer is" if isinstance(self.measured, str) else "measured"
+        found = "the answer is" if isinstance(self.measured, str) else "planned" if self.is_planned else "measured"
         found = f"{found} {_with_unit(self.measured, self.unit)}"
         if self.predicted is None:
             return f"{self.name}: {found}{NO_PREDICTION}"
@@ -92,7 +94,7 @@ class PredictionReport(Report):
         if not self.measured or not math.isfinite(difference):
             return away
         ratio = self.predicted / self.measured
-        times = f", {ratio:.3g} times the measured" if ratio > 0 and not 0.5 <= ratio <= 2 else ""
+        times = f", {ratio:.3g} times the answer" if ratio > 0 and not 0.5 <= ratio <= 2 else ""
         return f"{away} ({format_share(abs(difference / self.measured))}{times})"
 
     def facts(self) -> list[tuple[str, str]]:
@@ -183,12 +185,15 @@ class Prediction:
             raise UsageError(f"the prediction {self.name!r} is a number, not {answer!r}: {self._example}")
         return answer
 
-    def reveal(self, measured: Answer | None = None, because: str = "", *, of: str = "") -> None:
-        """Show the prediction beside what was measured.
+    def reveal(
+        self, measured: Answer | None = None, because: str = "", *, of: str = "", is_planned: bool = False
+    ) -> None:
+        """Show the prediction beside what was measured, or planned.
 
         Args:
             measured: the measured number, or the right choice; None: it is read off the newest step by ``of``.
             because: why it is so.
+            is_planned: the number is one of a plan.
             of: collectives that rank 0 issued, by kind, or kind and unit: ``"all_gather:blocks.1"``.
 
         Raises:
@@ -209,6 +214,7 @@ class Prediction:
             predicted=self._answer,
             measured=plain,
             because=because,
+            is_planned=is_planned,
             seen=self._seen,
         )
         publish(report, {PREDICTION_MIME: report.record()})

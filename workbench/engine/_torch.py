@@ -5,6 +5,7 @@ Each function here has a test in ``tests/engine/test_torch_private.py`` that fai
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.amp.grad_scaler import GradScaler
@@ -432,6 +434,16 @@ def make_fake(form: tuple[Any, ...], like: torch.Tensor, base: torch.Tensor | No
 
 NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of operations on tensors without data whose result depends on values."""
+
+_NO_KERNEL = re.compile(r"no fake impl registered for <CustomOpDef\((\S+?)\)>")
+
+
+def lacking_kernel(error: RuntimeError) -> str:
+    """Return the operation without a fake kernel that ``error`` is about, such as ``"mine::scale"``; else empty."""
+    if isinstance(error, UnsupportedOperatorException):
+        return str(error.func.name()).partition(".")[0]
+    found = _NO_KERNEL.search(str(error))
+    return found[1] if found else ""
 
 
 @contextmanager

@@ -10,7 +10,6 @@ issue the same one.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,10 +25,13 @@ from workbench.engine.backends.async_work import CollectiveSpan, PendingWork, Tr
 from workbench.engine.cancellable_waits import SLICE_S, AsyncWork, cancellation
 from workbench.engine.collective_order import Collective, MessageBoard, OrderCheck
 from workbench.engine.errors import RanksDisagreeError
-from workbench.events import GROUP_INDICES, Comm, Edge, Kind
+from workbench.events import GROUP_INDICES, Comm, Edge, Indices, Kind
 
-_NUMBERS = itertools.count()
-"""Numbers of groups in their names, by which traces of ranks find them: all ranks make them in the same order."""
+GROUP_NUMBERS = Indices()
+"""Numbers of groups in their names, by which traces of ranks find them: all ranks make them in the same order.
+
+A rank that replaces another one has not made as many groups before: all set ``next`` when they boot.
+"""
 
 SEPARATE = "reduce-scatter"
 """Purpose of the groups in which units reduce gradients while they gather parameters in others."""
@@ -80,7 +82,7 @@ class CommGroup:
         self.index = next(GROUP_INDICES)
         # another count than the index: that of c10d's groups, which not all ranks may use, must not change it
         is_of_units = self.purpose in {"", SEPARATE}
-        name_in_trace = f"group {next(_NUMBERS)}" if is_of_units else ""
+        name_in_trace = f"group {next(GROUP_NUMBERS)}" if is_of_units else ""
         self._seq = 0
         self._given_up = ""
         # a rank that joins later has the same count: a new default group resets it on all ranks

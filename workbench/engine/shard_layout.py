@@ -117,12 +117,23 @@ class ShardLayout:
     def _uneven_pairs(
         self, full: torch.Tensor, slots: torch.Tensor, first_rank: int
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for rank, slot in enumerate(slots, first_rank):
-            first, last = self.rows_of(rank)
-            numel = (last - first) * self.row_numel
-            slot[numel:].zero_()
-            if numel:
-                yield slot[:numel], full[first:last].reshape(-1)
+        """Yield at most two pairs: of the ranks without padding, and of the one that has rows and padding."""
+        rows, num_full = self.padded_rows, self.shape[0] // self.padded_rows
+        until = min(max(num_full - first_rank, 0), len(slots))
+        if until and self.row_numel:
+            shape = (rows, *self.shape[1:])
+            yield (
+                slots[:until].unflatten(1, shape),
+                full.narrow(0, first_rank * rows, until * rows).unflatten(0, (-1, rows)),
+            )
+        if until == len(slots):
+            return
+        first, last = self.rows_of(first_rank + until)
+        numel = (last - first) * self.row_numel
+        slots[until][numel:].zero_()
+        slots[until + 1 :].zero_()
+        if numel:
+            yield slots[until][:numel], full[first:last].reshape(-1)
 
 
 def rows_of(by_rank: Sequence[torch.Tensor], num_ranks: Sequence[int]) -> list[Sequence[torch.Tensor]]:

@@ -80,17 +80,17 @@ class UnshardMemory:
         """Allocate the memory, from spare pages if there are any; no-op if held."""
         if self._held:
             return
-        self._held = True
         self._memory.fill(spare)
         probe.memory(Category.UNSHARDED_PARAMS, self._unit, self.full_nbytes)
+        self._held = True  # last, as below: code that is out of stack raises anywhere, and a reset has to free it once
 
     def give_back(self, spare: SparePages) -> bool:
         """Free the memory; return False if it was not held."""
         if not self._held:
             return False
-        self._held = False
         self._memory.empty(spare)
         probe.memory(Category.UNSHARDED_PARAMS, self._unit, -self.full_nbytes)
+        self._held = False
         return True
 
 

@@ -103,9 +103,10 @@ def collectives_of(profile: Profile, labels: Sequence[Label], world_size: int) -
     inner = _within(profile.comms, [span for span, _ in calls])
     covered = {id(comm) for comm in inner if comm is not None}
     # c10d's operation is missing where a compiled graph calls the process group
-    alone = [comm for comm in profile.comms if id(comm) not in covered]
-    calls += [(comm, kind) for comm in alone if (kind := kind_of(str(comm.args.get("Collective name", ""))))]
-    inner += [comm for comm in alone if kind_of(str(comm.args.get("Collective name", "")))]
+    others = [(comm, kind_of(str(comm.args.get("Collective name")))) for comm in profile.comms]
+    alone = [(comm, kind) for comm, kind in others if kind and id(comm) not in covered]
+    calls += alone
+    inner += [comm for comm, _ in alone]
     order = sorted(range(len(calls)), key=lambda place: calls[place][0].begin_ns)
     calls, inner = [calls[place] for place in order], [inner[place] for place in order]
     done = _in_gloo(calls, profile.gloo)

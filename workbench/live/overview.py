@@ -20,7 +20,7 @@ from workbench.replay import memory
 from workbench.replay.grouping import by_value, label
 from workbench.replay.spans import of_kind
 from workbench.reports.event_text import unit_names
-from workbench.reports.failures import RESTART, losses_in_words
+from workbench.reports.failures import HEAL, RESTART, losses_in_words
 from workbench.reports.stop_positions import StopGroup, describe
 from workbench.session.snapshot import ActivePolicy, ClusterSnapshot
 from workbench.trace.schema import Header
@@ -83,7 +83,8 @@ def said(pulse: ClusterSnapshot) -> str:
             f"{pulse.holder} controls these ranks; here you can only view them. To take control: %fsdp attach --take."
         )
     if pulse.losses:
-        return f"{losses_in_words(pulse.losses)}. No further step can run: {RESTART}."
+        heal = f"{HEAL}, or " if len(pulse.losses) < len(pulse.states) else ""
+        return f"{losses_in_words(pulse.losses)}. No further step can run: {heal}{RESTART}."
     return _recorded(pulse)
 
 
@@ -97,7 +98,7 @@ def _recorded(pulse: ClusterSnapshot) -> str:
     if any((rank_trace.kinds == Kind.STEP).any() for rank_trace in pulse.trace.ranks):
         return ""
     if any(unit.in_use for unit in pulse.trace.header.units):
-        return "No step has run yet. Define train_step() in a %%fsdp cell, then press step, or type %fsdp step 40."
+        return "No step has run yet: %fsdp step 5 calls train_step(), which a %%fsdp cell defines with an optimizer."
     return "No model is sharded yet. Define one in a %%fsdp cell, then shard it with %fsdp shard MODEL."
 
 

@@ -15,6 +15,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, cast, get_args, get_type_hints
 
@@ -139,8 +140,11 @@ for _name, _declared in COMMANDS.items():
         WORDS |= {view: _drawing(view) for view in VIEWS}
 
 
+@cache
 def parser_for(name: str) -> Parser:
     """Return the parser of one command of ``%fsdp``, or of the cell magic for ``"%%fsdp"``.
+
+    Cached: to make one takes milliseconds, and a check of a course reads several lines.
 
     Args:
         name: key of :data:`WORDS`, or :data:`CELL`.

@@ -44,7 +44,6 @@ from workbench.reports.step_reports import RunReport, StepReport
 from workbench.reports.stop_positions import live_units, param_names
 from workbench.session.trace_selectors import LAST
 from workbench.session.variable_check import everywhere, unit_paths
-from workbench.views import VIEWS
 from workbench.views.theme import Figure
 from workbench.widgets.progress import ProgressDisplay, StallLine, in_notebook
 from workbench.workbench import OnNotice, Workbench
@@ -199,26 +198,11 @@ class FsdpMagics(Magics):
         kind = type(report)
         if kind not in {StartReport, ShardReport, StepReport} or kind in self._advised or report.problem:
             return report
-        advice = self._advice(report)
+        advice = self.workbench.next_line
         if not advice:
             return report
         self._advised.add(kind)
         return replace(report, next=advice)
-
-    def _advice(self, report: StartReport | ShardReport | StepReport) -> str:
-        if isinstance(report, StartReport):
-            has_model = bool(everywhere(self.workbench.names(), "modules"))
-            return "" if report.holder or has_model else f"a {CELL} cell with a model, such as that of %fsdp example"
-        if isinstance(report, ShardReport):
-            if self._has_typed("step", "run"):
-                return ""
-            has_step = "train_step" in everywhere(self.workbench.names(), "variables")
-            return "%fsdp step 5" if has_step else f"define train_step() in a {CELL} cell, then %fsdp step 5"
-        has_looked = self._has_typed("explain", "dashboard", *VIEWS)
-        return "" if has_looked else "%fsdp explain, for what matters most, or %fsdp dashboard"
-
-    def _has_typed(self, *words: str) -> bool:
-        return any(past.line.split()[1] in words for past in self.workbench.history().commands)
 
     def _is_behind(self, command: Command) -> bool:
         """Return whether ``command`` returns at once and runs in the background."""

@@ -6,11 +6,12 @@ Each function here has a test in ``tests/models/test_torch_private.py`` that fai
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -855,6 +856,31 @@ def num_buckets(model: DistributedDataParallel) -> int:
     """
     data = model._get_ddp_logging_data() if HAS_HOOKS else {}
     return len([size for size in str(data.get("rebuilt_bucket_sizes", "")).split(",") if size.strip()])
+
+
+@contextmanager
+def around_reducers(at_work: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """In the body, let models make and rebuild their buckets within ``at_work``, on the device of their parameters."""
+    names = ("__init__", "_pre_forward")
+    begin, prepare = before = tuple(getattr(DistributedDataParallel, name) for name in names)
+
+    def make(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's own
+        given = inspect.signature(begin).bind(*args, **kwargs)
+        given.arguments.update(device_ids=None, output_device=None)
+        with at_work():
+            begin(*given.args, **given.kwargs)
+
+    def before_forward(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's own
+        with at_work():
+            return prepare(model, *args, **kwargs)
+
+    try:
+        for name, replacement in zip(names, (make, before_forward), strict=True):
+            setattr(DistributedDataParallel, name, replacement)
+        yield
+    finally:
+        for name, original in zip(names, before, strict=True):
+            setattr(DistributedDataParallel, name, original)
 
 
 def renew_replicas(model: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -88,7 +89,6 @@ class CollectiveWatch:
     """Observer of c10d that announces calls, waits and ends to the probe.
 
     Attributes:
-        unit: index of the unit to which the next calls belong.
         before_issue: called with the kind, inputs and outputs of the next call, after its input is ready and before it
             is announced.
         after_wait: called once when the next wait has ended.
@@ -99,7 +99,7 @@ class CollectiveWatch:
     """
 
     def __init__(self) -> None:
-        self.unit = probe.NO_UNIT
+        self._unit, self._thread = probe.NO_UNIT, 0
         self.before_issue: Callable[[Kind, Tensors, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
@@ -116,6 +116,24 @@ class CollectiveWatch:
         # asynchronous, ended, and perhaps still to be waited for
         self._ended: weakref.WeakKeyDictionary[AnyWork, Call] = weakref.WeakKeyDictionary()
 
+    @property
+    def unit(self) -> int:
+        """Index of the unit to which the next calls of this thread belong.
+
+        Another thread than the one that has set it, such as one that saves a checkpoint meanwhile, has none.
+        """
+        return self._unit if self._is_own else probe.NO_UNIT
+
+    @unit.setter
+    def unit(self, index: int) -> None:
+        """Let the next calls of this thread belong to a unit."""
+        self._unit, self._thread = index, threading.get_ident()
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether this thread is the one that has set the unit, so that the callbacks are for its calls."""
+        return self._thread == threading.get_ident()
+
     def begin(
         self, group: dist.ProcessGroup, kind: Kind, inputs: Tensors, outputs: Tensors, *, is_async: bool, root: int = -1
     ) -> Call | None:
@@ -127,7 +145,7 @@ class CollectiveWatch:
             known = self._groups[group] = self._announced(group)
         if known.index is None:
             return None
-        if self.before_issue is not None:
+        if self.before_issue is not None and self._is_own:
             self.before_issue(kind, inputs, outputs)
         if self._in_flight:
             self._end_synchronous()
@@ -149,10 +167,11 @@ class CollectiveWatch:
                 root=(ranks_of(group) or range(group.size()))[root] if of_group else -1,
             )
             numbered.issued += 1
-        call = Call(kind, self.unit, num_bytes, comm, is_async, on_device)
+        unit = self.unit
+        call = Call(kind, unit, num_bytes, comm, is_async, on_device)
         if HAS_HOOKS and is_async:  # else only a functional collective fills what is waited for by its memory
             self.fills(call, outputs or inputs)  # an all-reduce has only inputs, which it replaces
-        probe.event(kind, Edge.BEGIN, self.unit, num_bytes, comm)
+        probe.event(kind, Edge.BEGIN, unit, num_bytes, comm)
         return call
 
     def fills(self, call: Call | None, outputs: Tensors) -> None:
@@ -169,10 +188,10 @@ class CollectiveWatch:
     def _announced(self, group: dist.ProcessGroup) -> _Group:
         if group.group_name.startswith(OWN):
             return _Group(None)
-        known = _Group(next(GROUP_INDICES))
-        if probe.active is not None and known.index is not None:
-            probe.active.comm_group(known.index, ranks_of(group) or tuple(range(group.size())), self._name_of(group))
-        return known
+        index = next(GROUP_INDICES)
+        if probe.active is not None:
+            probe.active.comm_group(index, ranks_of(group) or tuple(range(group.size())), self._name_of(group))
+        return _Group(index)
 
     def _name_of(self, group: dist.ProcessGroup) -> str:
         again = f", new {self.num_renewals}" if self.num_renewals else ""
@@ -188,12 +207,13 @@ class CollectiveWatch:
         pair = (group.rank(), peer) if kind is Kind.SEND else (peer, group.rank())
         known = self._pairs.setdefault(group, {}).get(pair)
         if known is None:
-            known = self._pairs[group][pair] = _Group(next(GROUP_INDICES))
+            index = next(GROUP_INDICES)
+            known = self._pairs[group][pair] = _Group(index)
             ranks = ranks_of(group) or tuple(range(group.size()))
             sender, receiver = ranks[pair[0]], ranks[pair[1]]
-            if probe.active is not None and known.index is not None:
+            if probe.active is not None:
                 name = f"{self._name_of(group)} from rank {sender} to rank {receiver}"
-                probe.active.comm_group(known.index, (sender, receiver), name)
+                probe.active.comm_group(index, (sender, receiver), name)
         return known
 
     def issued(self, call: Call | None, work: AnyWork | None) -> None:
@@ -210,6 +230,12 @@ class CollectiveWatch:
         elif call.is_async:
             with suppress(RuntimeError):  # this transport has no futures
                 work.get_future().add_done_callback(lambda future: _note_end(call, future))
+
+    def ended(self, call: Call | None, t_ns: int) -> None:
+        """Announce the end of a call whose transport has no future."""
+        if call is not None:
+            call.ended_ns = t_ns
+            self.settle()
 
     def wait(self, work: AnyWork, *_: Any, **__: Any) -> Watching:  # noqa: ANN401
         """Watch a wait for a work: announce it, and the end of its call."""
@@ -231,8 +257,8 @@ class CollectiveWatch:
         probe.event(Kind.WAIT, Edge.END, call.unit, 0, call.comm)
         if work is not None and self._in_flight.pop(work, None) is not None:
             (self._announce_late_end if call.is_async else self._announce_end)(call)
-        then, self.after_wait = self.after_wait, None
-        if then is not None:
+        if self.after_wait is not None and self._is_own:
+            then, self.after_wait = self.after_wait, None
             then()
 
     def _flying(self) -> list[tuple[AnyWork, Call]]:

@@ -83,13 +83,11 @@ class ShardedModel(ABC):
         module_class: the class that ``fully_shard`` gives the modules that it is called on, which alone gather in
             forward; None if the engine has no such class.
         wrapper_class: the class of its wrappers around modules of the program; None if it has none.
-        not_planned: why no plan can run it; empty: a plan can.
     """
 
     engine: ClassVar[Engine]
     module_class: ClassVar[type | None] = None
     wrapper_class: ClassVar[type[nn.Module] | None] = None
-    not_planned: ClassVar[str] = ""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -214,6 +212,14 @@ class ShardedModel(ABC):
     def unaveraged(self) -> Sequence[str]:
         """Return the names of :meth:`in_no_unit` whose gradients nothing that is known averages."""
         return self.in_no_unit()
+
+    def ignored(self) -> Sequence[str]:
+        """Return the names of :meth:`in_no_unit` that the user told the engine to leave alone, such as of experts."""
+        return ()
+
+    def late(self) -> Sequence[str]:
+        """Return the names of :meth:`in_no_unit` that were added or unfrozen after the engine took the model."""
+        return ()
 
     def uncalled_hooks(self) -> Sequence[str]:
         """Return the names of the sharded parameters with a hook that autograd never calls."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,7 @@ from workbench.events import (
     unit_words,
 )
 from workbench.models import _torch_private as _torch
-from workbench.models.c10d import Within, count, holds
+from workbench.models.c10d import CollectiveWatch, Within, count, holds
 from workbench.models.patches import RESULT, Patches, Watching
 from workbench.models.sharded_model import (
     Averaged,
@@ -60,14 +60,43 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
     name = TORCH_DDP
     what = "models in torch's DistributedDataParallel are"
 
+    def __init__(self, collectives: CollectiveWatch) -> None:
+        super().__init__(collectives)
+        # by id, which no other one can get: a wrapper keeps its parameters
+        self._averaged: weakref.WeakKeyDictionary[DistributedDataParallel, Container[int]] = weakref.WeakKeyDictionary()
+
     def install(self, changes: Patches) -> None:
         """Watch until ``changes`` are undone."""
         self._patches = changes
+        changes.wrap(DistributedDataParallel, "__init__", self._made)
         changes.wrap(DistributedDataParallel, "forward", self._forward, if_probed=True)
         if hasattr(DistributedDataParallel, "finalize_backward"):  # torch 2.15; called by the program
             changes.wrap(DistributedDataParallel, "finalize_backward", self._finalize, if_probed=True)
 
+    def _made(self, model: DistributedDataParallel, *_: Any, **__: Any) -> Watching:
+        """Watch the making of a wrapper."""
+        yield
+        self._remember(model)
+
+    def _remember(self, model: DistributedDataParallel) -> None:
+        """Remember which parameters a wrapper averages: those that are trainable when it makes its buckets."""
+        self._averaged[model] = {id(param) for param in model.module.parameters() if param.requires_grad}
+
+    def averages(self, model: DistributedDataParallel, param: nn.Parameter) -> bool:
+        """Return whether a wrapper averages the gradients of a parameter of its; True if it was not seen being made."""
+        known = self._averaged.get(model)
+        return known is None or id(param) in known
+
     # ---- descriptions
+
+    def groups_in(self, model: nn.Module) -> list[tuple[Unit, DistributedDataParallel]]:
+        """Return the units of a model that were announced; one whose parameters have changed is announced again."""
+        found = super().groups_in(model)
+        for unit, group in found:
+            now = self._describe(group, UnitPlace(unit.name, {}, unit.index, unit.root))
+            if now.params != unit.params:
+                self._announce(group, now)
+        return [(self._watched[group].unit, group) for _, group in found]
 
     @staticmethod
     def groups_below(model: nn.Module) -> Iterator[tuple[str, DistributedDataParallel]]:
@@ -116,6 +145,8 @@ class DataParallelUnits(TorchUnits[DistributedDataParallel]):
 
     def _renew(self, group: DistributedDataParallel, new_of: Mapping[int, dist.ProcessGroup]) -> None:
         _torch.renew_replicas(group, new_of)
+        if group in self._averaged:
+            self._remember(group)
 
     def layout_of(self, group: DistributedDataParallel) -> UnitLayout:
         """Return where a unit is."""
@@ -278,17 +309,25 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
     engine = ENGINES[TORCH_DDP]
     wrapper_class = DistributedDataParallel
     source_class = DataParallelUnits
-    not_planned = (
-        "DistributedDataParallel cannot be planned: its buckets are made in C++, from tensors with data; "
-        "replicate(model), of workbench.engine, which keeps a whole copy on every rank too, can be"
-    )
+    _source: DataParallelUnits
 
     def __init__(self, model: nn.Module, source: DataParallelUnits) -> None:
         super().__init__(model, source)
         self._parts = {path: part for path, part in model.named_modules() if isinstance(part, DistributedDataParallel)}
 
     def check_can_copy(self, name: str, largest: Largest) -> None:
-        """Raise UsageError if the model ``name`` has the mixed precision of ``DistributedDataParallel`` itself."""
+        """Raise UsageError if ``DistributedDataParallel`` itself has mixed precision, or ignores parameters.
+
+        Args:
+            name: of the model.
+            largest: unused.
+        """
+        ignored = next(iter(self.ignored()), None)
+        if ignored:
+            raise UsageError(
+                f"DistributedDataParallel ignores parameters of {name!r}, such as {ignored!r}: whether each rank has "
+                "its own, as of experts, is unknown, so there is no unsharded copy to compare with"
+            )
         if any(part.mixed_precision is not None for part in self._parts.values()):
             raise UsageError(
                 f"{name!r} has the mixed_precision of DistributedDataParallel, which verify does not know: use "
@@ -328,12 +367,13 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
 
     def groups(self) -> Mapping[str, Sequence[dist.ProcessGroup]]:
         """Return the process group over which the gradient of each parameter is averaged, by name."""
-        return {
-            clean(join(path, name)): (part.process_group,)
-            for path, part in self._parts.items()
-            for name, _ in part.module.named_parameters()
-            if name not in part.parameters_to_ignore
-        }
+        return {name: (part.process_group,) for name, part, _, is_ignored in self._params() if not is_ignored}
+
+    def _params(self) -> Iterator[tuple[str, DistributedDataParallel, nn.Parameter, bool]]:
+        """Yield the name of each parameter in a wrapper, the wrapper, the parameter, and whether it is ignored."""
+        for path, part in self._parts.items():
+            for name, param in part.module.named_parameters():
+                yield clean(join(path, name)), part, param, name in part.parameters_to_ignore
 
     def average(self, reference: nn.Module, averaged: Averaged) -> OwnGrads:
         """Let a plain copy average its gradients at the end of each backward, as ranks may use other parameters."""
@@ -380,9 +420,22 @@ class ReplicatedModel(WatchedModel[DistributedDataParallel]):
 
     def in_no_unit(self) -> Sequence[str]:
         """Return the names of the trained parameters that no wrapper averages."""
-        averaged, names = self.groups(), self.names
+        averaged, names, late = self.groups(), self.names, self.late()
         trained = (names[id(param)] for param in self.model.parameters() if param.requires_grad)
-        return [name for name in trained if name not in averaged]
+        return [name for name in trained if name not in averaged or name in late]
+
+    def late(self) -> Sequence[str]:
+        """Return the names of the trained parameters that were added or unfrozen after their wrapper was made."""
+        return [
+            name
+            for name, part, param, is_ignored in self._params()
+            if param.requires_grad and not is_ignored and not self._source.averages(part, param)
+        ]
+
+    def ignored(self) -> Sequence[str]:
+        """Return the names of the trained parameters that the user listed for a wrapper to ignore."""
+        told = {name for name, _, _, is_ignored in self._params() if is_ignored}
+        return [name for name in self.in_no_unit() if name in told]
 
     def own_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers that no wrapper broadcasts, with their names without wrappers."""

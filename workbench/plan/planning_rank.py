@@ -7,6 +7,8 @@ trace, starts no program, and ends when the script has taken its steps.
 
 from __future__ import annotations
 
+import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +29,13 @@ from torch.utils.data import DataLoader
 from workbench.base.codec import decode, encode
 from workbench.base.devices import HOST, SIMULATED
 from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
-from workbench.engine._torch import NO_VALUE, fakes, is_fake, without_fakes
+from workbench.engine._torch import NO_VALUE, fakes, is_fake, lacking_kernel, without_fakes
 from workbench.engine.backends import backend_of
 from workbench.engine.backends.simulated import SimulatedDevice
 from workbench.errors import UsageError
 from workbench.events import Comm, Edge, Kind
-from workbench.models.engines import ACTIVATIONS, MODELS, use_ours_as_torchs
+from workbench.models._torch_private import around_reducers
+from workbench.models.engines import ACTIVATIONS, use_ours_as_torchs
 from workbench.plan.op_times import OpTimes
 from workbench.protocol.commands import Reshard, Run
 from workbench.protocol.planning import CALLED, PLANNED, PlannedRanks, PlannedRun, planned_ranks
@@ -61,8 +64,8 @@ class UnknownNumber(float):
 
     def _decide(self, *_: object) -> NoReturn:
         raise NoValueError(
-            "the program decides by the value of a tensor, such as a loss, and a plan's tensors have none: take the "
-            f'branch that most steps take if "{PLANNED}" in os.environ'
+            f"the program decides{_module_at_work()} by the value of a tensor, such as a loss, and a plan's tensors "
+            f'have none: take the branch that most steps take if "{PLANNED}" in os.environ'
         )
 
     __bool__ = __int__ = __lt__ = __le__ = __gt__ = __ge__ = __round__ = _decide
@@ -91,10 +94,22 @@ class OnSimulatedDevice(TorchFunctionMode):
         """Call a function of torch."""
         if func in _READS:
             return self._read(func, args, kwargs or {})
+        if func in _ARRAYS and is_fake(args[0]):
+            raise NoValueError(
+                f"the program takes the values of a tensor as an array{_module_at_work()}, and a plan's tensors have "
+                f'none: leave that out if "{PLANNED}" in os.environ'
+            )
+        if func is torch.Tensor.__format__ and is_fake(args[0]) and not args[0].dim():
+            return format(self._read(torch.Tensor.item, args[:1], {}), *args[1:])
         if func is torch.Tensor.cuda:
             return args[0]
         given = {name: _here(value) for name, value in (kwargs or {}).items()}
-        return func(*(map(_here, args) if func is torch.Tensor.to else args), **given)
+        try:
+            return func(*(map(_here, args) if func is torch.Tensor.to else args), **given)
+        except RuntimeError as error:
+            if why := _why_unknown(error):
+                raise NoValueError(why) from error
+            raise
 
     def _read(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
         if not is_fake(args[0]) and not isinstance(args[0], DTensor):
@@ -106,6 +121,34 @@ class OnSimulatedDevice(TorchFunctionMode):
             self._device.synchronize()
             is_number = func in {torch.Tensor.item, torch.Tensor.__float__} and args[0].dtype.is_floating_point
             return UnknownNumber() if is_number else UnknownNumber()._decide()
+
+
+def _why_unknown(error: RuntimeError) -> str:
+    """Say of which operation a plan does not know the result, where, and what to do; empty for another error."""
+    if isinstance(error, NO_VALUE):
+        return (
+            f"{error.func}{_module_at_work()} returns as many elements as values decide, and a plan's tensors have "
+            f'none: take a fixed number, such as that of most steps, if "{PLANNED}" in os.environ'
+        )
+    if op := lacking_kernel(error):
+        return (
+            f"{op}{_module_at_work()} is an operation without a fake kernel, which says the shape of its result: "
+            f'write one with torch.library.register_fake("{op}")'
+        )
+    return ""
+
+
+def _module_at_work() -> str:
+    """Return the module whose forward calls this, in words; empty if none does."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(module, nn.Module):
+            model = vars(sys.modules["__main__"]).get(CALLED)
+            names = [name for name, each in model.named_modules() if each is module] if model is not None else []
+            return f" in {' '.join(filter(None, [*names[:1], f'({type(module).__name__})']))}"
+        frame = frame.f_back
+    return ""
 
 
 def _here(value: object) -> object:
@@ -123,6 +166,9 @@ _READS = {
     torch.Tensor.__bool__,
     torch.Tensor.__index__,
 }
+
+
+_ARRAYS: set[Any] = {torch.Tensor.numpy, torch.Tensor.__array__}
 
 
 def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
@@ -154,6 +200,7 @@ def plan(given: Any) -> Any:  # noqa: ANN401 - JSON data
         world.enter_context(_loading(without_data))
         times = world.enter_context(OpTimes(device, ranks, runtime.watch.collectives))
         _note_offloads(runtime.recorder, times)
+        world.enter_context(around_reducers(times.in_reducer))
         world.enter_context(OnSimulatedDevice(device))
         with suppress(PlanEnded):
             runtime.execute(Run(run.script, run.args, module=run.module))
@@ -182,17 +229,18 @@ def _become_rank(ranks: PlannedRanks) -> None:
 
 def _replace_what_needs_data() -> None:
     """Let functions of torch that need values, a device or a compiler do without, for the rest of this process."""
-    for owner, names in ((torch, ["save"]), (torch.cuda, ["set_device", "synchronize", "empty_cache"])):
+    nothing = ["set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"]
+    for owner, names in ((torch, ["save"]), (torch.cuda, nothing)):
         for name in names:
             setattr(owner, name, lambda *_, **__: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(torch.cuda, name, lambda *_, **__: UnknownNumber())
+    torch.cuda.current_device = lambda: 0
     torch.compile = _as_it_is
     begin = torch.autocast.__init__
     torch.autocast.__init__ = lambda cast, device_type, *rest, **options: begin(  # type: ignore[method-assign]
         cast, HOST if device_type == _CUDA else device_type, *rest, **options
     )
-    for model in MODELS:
-        if model.not_planned and model.wrapper_class is not None:
-            model.wrapper_class.__init__ = partial(_refuse, model.not_planned)  # type: ignore[method-assign]
     vars(dist).update(
         all_gather_object=_everyone_has,
         gather_object=lambda value, into=None, **_: _everyone_has(into, value),
@@ -207,10 +255,6 @@ def _as_it_is(model: Any = None, **_: Any) -> Any:  # noqa: ANN401 - as torch.co
 def _everyone_has(into: list[Any] | None, value: Any, *_: object, **__: object) -> None:  # noqa: ANN401
     if into is not None:
         into[:] = [value] * len(into)
-
-
-def _refuse(why: str, *_: object, **__: object) -> NoReturn:
-    raise UsageError(why)
 
 
 def _wait_at_ends_of_steps(recorder: Recorder, device: SimulatedDevice) -> None:
@@ -259,7 +303,10 @@ def _changing_first_model(run: PlannedRun, runtime: rank.RankRuntime) -> Iterato
 
     def change(model: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - of the model
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        setattr(sys.modules["__main__"], CALLED, model)
+        main = sys.modules["__main__"]
+        setattr(main, CALLED, model)
+        made = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
+        vars(main).update({f"{CALLED}_optimizer_{place}": each for place, each in enumerate(made)})  # also a function's
         if run.change != Reshard(CALLED):
             sharding.change_sharding(run.change, runtime)
         for module in sharding.modules_of_classes(model, run.checkpoint) if run.checkpoint else ():

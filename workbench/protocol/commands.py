@@ -717,11 +717,13 @@ class SnapshotReply:
         num_bytes: bytes of this rank's state.
         kept_bytes: bytes of all snapshots that it keeps: its own and those of the rank before, the older ones included.
         seconds: how long it took.
+        left_out: what has a state that is not part of it.
     """
 
     num_bytes: int
     kept_bytes: int
     seconds: float
+    left_out: tuple[str, ...] = ()
 
 
 @command("snapshot", more="`%fsdp step 300 --snapshot 10`: every 10 steps", reply=SnapshotReply)
@@ -1181,6 +1183,7 @@ class VerifyReply(StepComparison):
         settings: the values of the options of optimizers' groups, as text, by optimizer, group and option.
         optimizer_steps: steps of optimizers in the step of the copy.
         num_inputs: elements of the first input of the root module.
+        arguments: names of the step function's arguments, if it got the values of the script's last call.
         repetition: the comparison of two equal sharded steps, instead of with a copy; None: with a copy.
         resume: the comparison with a step from a checkpoint, instead of with a copy; None: with a copy.
     """
@@ -1199,6 +1202,7 @@ class VerifyReply(StepComparison):
     settings: dict[str, str] = field(default_factory=dict)
     optimizer_steps: int = 0
     num_inputs: int = 0
+    arguments: tuple[str, ...] = ()
     repetition: Repetition | None = None
     resume: ResumeCheck | None = None
 
@@ -1539,7 +1543,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_function(fn: object) -> None:
-    if not _is_name(fn):
+    if not isinstance(fn, str) or not all(map(_is_name, fn.split("."))):
         raise ValueError(f"fn is the name of a function on the ranks, such as train_step, not {fn!r}")
 
 

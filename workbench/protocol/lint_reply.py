@@ -16,12 +16,14 @@ class RankComparison:
             the notebook adds the ranks to its evidence.
         digests: a checksum by name. Ranks that have the same name are compared.
         wants_equal: whether equal digests are right, such as those of a buffer, or different ones, such as of data.
+        model: the variable of the model that it is about, if a comparison of the same model may be its cause.
         before: earlier digests: ranks whose earlier ones were equal too are no fault where different ones are right.
     """
 
     fault: Fault
     digests: dict[str, int] = field(default_factory=dict)
     wants_equal: bool = True
+    model: str = ""
     before: dict[str, int] = field(default_factory=dict)
 
 

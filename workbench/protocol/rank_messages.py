@@ -218,11 +218,13 @@ class Names:
         modules: variables that hold a ``torch.nn.Module``.
         variables: all variables.
         classes: classes of modules with parameters inside those modules.
+        steps: variables whose call has stepped an optimizer of a script.
     """
 
     modules: tuple[str, ...] = ()
     variables: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
 
 @request("names", looks=True)
@@ -261,6 +263,7 @@ class ModelInfo:
         policy: how it is sharded; None: it is not.
         units: its units, by the numbers that they have in a trace.
         never_cleared: its optimizers, by variable, whose newest steps used gradients of the step before again.
+        has_optimizer: whether a variable is an optimizer of it.
     """
 
     name: str
@@ -274,6 +277,7 @@ class ModelInfo:
     policy: ModelPolicy | None = None
     units: tuple[int, ...] = ()
     never_cleared: tuple[str, ...] = ()
+    has_optimizer: bool = False
 
 
 @request("models", looks=True)
@@ -312,7 +316,8 @@ class DrainReply:
     Attributes:
         rows: packed rows, as in :mod:`workbench.trace.row_compression`.
         lost: number of rows that were overwritten before they could be read.
-        key_frame, header: as :mod:`workbench.trace.header` writes them; no header: it has not changed.
+        key_frame: as :mod:`workbench.trace.header` writes it.
+        header: likewise. It has only the units that changed since the notebook's version; None if nothing did.
         header_version: version of the current header.
         position: where the rank is.
     """

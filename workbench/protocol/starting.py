@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,16 @@ def private_file(session: str, rank: int) -> Path:
     return Path(tempfile.gettempdir()) / f"fsdp-workbench-state-{session}-{rank}"
 
 
+def crash_file() -> Path:
+    """Return the file, on its host, into which this process writes its stacks when C code ends it."""
+    return Path(tempfile.gettempdir()) / f"fsdp-workbench-crash-{socket.gethostname()}-{os.getpid()}"
+
+
+def _crash_file_here() -> str:
+    path = crash_file()
+    return str(path) if path.exists() else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConnectReply:
     """A rank's description of itself.
@@ -102,6 +114,7 @@ class ConnectReply:
         notice: a sentence for the user; may be empty.
         refuses: address at which its host refuses connections, a sign of life for other hosts; None: another rank of
             the host provides it, or there is no other host.
+        crash_file: where its stacks are if C code has ended it; empty: in its log.
     """
 
     rank: int
@@ -111,6 +124,7 @@ class ConnectReply:
     clock: str = ""
     notice: str = ""
     refuses: Address | None = None
+    crash_file: str = field(default_factory=_crash_file_here)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,18 +25,20 @@ from workbench.engine import probe
 from workbench.events import Unit
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
-from workbench.models.patches import Patches
+from workbench.models.patches import Patches, Watching
 from workbench.record.crash_report import CrashReport
 from workbench.record.launch import Place
+from workbench.record.reasons import reason_of
 from workbench.record.thread_activity import ThreadActivity
 from workbench.runtime import error_notes
-from workbench.runtime.enclosing_loops import loop_words
+from workbench.runtime.enclosing_blocks import block_words
+from workbench.runtime.handled_errors import handled_error
 from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.frames import is_of_a_library
 from workbench.trace.process_state import processes_here
-from workbench.trace.recording import FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
+from workbench.trace.recording import Activity, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 
 PERIOD_S = 0.2
@@ -57,6 +59,7 @@ QUIET_S = (1, 10, 60)
 """Times without an event, in seconds, after which the main thread's stack is written."""
 
 _BEAT_S = 1.0
+_EXIT_S = 2.0
 _MAX_FRAMES = 200
 _MAX_TEXT = 20_000
 _CALL_IN_TEXT = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
@@ -129,6 +132,7 @@ class RankRecording:
         self._stop, self._wake, self._flushed = threading.Event(), threading.Event(), threading.Event()
         self._issued: set[tuple[int, int, int, int]] = set()
         self._flushes, self._refilled = float(_MAX_FLUSHES), time.monotonic()
+        self._wants_stack = False
         self._crash = CrashReport(folder, here.rank)
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
         self._has_stopped = self._is_over = False
@@ -149,7 +153,11 @@ class RankRecording:
                 self._writer.stop(time.monotonic_ns(), repr(error))
             self._writer.close()
             raise
-        self._undo = [self._watch.end, error_notes.uninstall, *(hook.remove for hook in hooks), self._crash.begin().end]
+        exits = Patches("the end by os._exit is", self._note)
+        exits.wrap(os, "_exit", self._watch_exit)
+        crash = self._crash.begin()
+        removals = [hook.remove for hook in hooks]
+        self._undo = [self._watch.end, error_notes.uninstall, *removals, crash.end, exits.undo]
         self._recorder.on_issue = self._flush_new
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
@@ -161,26 +169,37 @@ class RankRecording:
         self._steps.expect_no_forwards()
         self._complain(sentence)
 
-    def end(self, reason: str = "", error: BaseException | None = None) -> None:
+    def _watch_exit(self, status: int) -> Watching:
+        """Write the end of a program that calls ``os._exit``, for a moment at most: its thread may hold any lock."""
+        if os.getpid() == self._pid:
+            leaves = SystemExit(status)
+            leaves.__context__ = sys.exception()
+            reason, frames = reason_of(leaves), stack_of(sys._getframe())
+            ends = threading.Thread(target=self.end, args=(reason,), kwargs={"frames": frames}, daemon=True)
+            ends.start()
+            ends.join(_EXIT_S)
+        yield
+
+    def end(self, reason: str = "", error: BaseException | None = None, *, frames: Sequence[str] = ()) -> None:
         """Stop recording, and write the rest.
 
         Args:
             reason: why the program ended; empty for success.
             error: what it raised, whose traceback is written.
+            frames: else the calls in which it ended, the innermost last.
         """
         if self._is_over or os.getpid() != self._pid:  # a forked process that ends as this one would
             return
         with self._crash.held_back():
-            self._end(reason, error)
+            self._end(reason, frames if error is None else _frames_of(error))
 
-    def _end(self, reason: str, error: BaseException | None) -> None:
+    def _end(self, reason: str, frames: Sequence[str]) -> None:
         self._leave()
         try:
             if not self._has_stopped:
                 self._write()
         except Exception as problem:  # noqa: BLE001 - whatever it is, the program ends as it would without
             self._stop_early(problem)
-        frames = () if error is None else (*_frames_of(error),)
         own = [each for each in frames if not is_of_a_library(each)]
         with suppress(OSError):
             self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=tuple(own)))
@@ -198,12 +217,12 @@ class RankRecording:
 
     def _leave(self) -> None:
         self._is_over = True
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()  # first: it may be about to announce the end of a collective
         for undo in (*self._undo, self._steps.close, self.forget):
             with suppress(Exception):  # the program goes on as it would without
                 undo()
-        self._stop.set()
-        self._wake.set()
-        self._thread.join()
 
     @property
     def is_empty(self) -> bool:
@@ -224,6 +243,9 @@ class RankRecording:
             self._wake.clear()
             try:
                 self._write()
+                if self._wants_stack:
+                    self._wants_stack = False
+                    self._write_stack(time.monotonic_ns(), "")
                 self._write_if_quiet()
                 self._write_beat()
             except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
@@ -236,9 +258,10 @@ class RankRecording:
         """Wait a moment until a collective is written that this rank has not issued before.
 
         If ranks issue different ones, a library may end the process within it, before the next write: gloo does so on a
-        rank that receives more bytes than it expects.
+        rank that receives more bytes than it expects. Ranks also part where one handles an error.
         """
-        if call in self._issued or self._has_stopped:
+        is_handling = sys.exception() is not None
+        if (call in self._issued and not is_handling) or self._has_stopped:
             return
         now, since = time.monotonic(), self._refilled
         self._flushes, self._refilled = min(self._flushes + (now - since) / _FLUSH_EVERY_S, _MAX_FLUSHES), now
@@ -247,6 +270,7 @@ class RankRecording:
         if len(self._issued) < _MAX_ISSUED:
             self._issued.add(call)
         self._flushes -= 1
+        self._wants_stack = is_handling
         self._flushed.clear()
         self._wake.set()
         self._flushed.wait(FLUSH_S)
@@ -284,9 +308,12 @@ class RankRecording:
         if stacks == len(QUIET_S) or now_ns - self._progress.t_ns < QUIET_S[stacks] * 1e9:
             return
         self._progress.stacks += 1
+        self._write_stack(now_ns, self._activity.now())
+
+    def _write_stack(self, now_ns: int, activity: Activity) -> None:
         frame = sys._current_frames().get(self._main)
-        frames = () if frame is None else stack_of(frame)
-        silent = SilentStack(t_ns=now_ns, seq=self._written, frames=frames, activity=self._activity.now())
+        frames = () if frame is None else stack_of(frame, handled_error(self._main))
+        silent = SilentStack(t_ns=now_ns, seq=self._written, frames=frames, activity=activity)
         self._writer.write(FrameKind.SILENT_STACK, silent)
 
     def _write_beat(self) -> None:
@@ -334,28 +361,35 @@ class _Progress:
     stacks: int = 0
 
 
-def _frames_of(error: BaseException) -> Iterator[str]:
-    """Yield the calls that raised an error, then those of a traceback in its text, as of a worker of a loader."""
-    yield from _frames(traceback.extract_tb(error.__traceback__))
-    for path, line, name in _CALL_IN_TEXT.findall(str(error)[:_MAX_TEXT]):
-        yield _frame(traceback.FrameSummary(path, int(line), name))
+def _frames_of(error: BaseException) -> tuple[str, ...]:
+    """Return the calls that raised an error, then those of a traceback in its text, as of a worker of a loader."""
+    inner = _CALL_IN_TEXT.findall(str(error)[:_MAX_TEXT])
+    summaries = (traceback.FrameSummary(path, int(line), name) for path, line, name in inner)
+    return (*_frames(traceback.extract_tb(error.__traceback__)), *map(_frame, summaries))
 
 
-def stack_of(frame: FrameType) -> tuple[str, ...]:
-    """Return the calls of a stack, the innermost last, without those of the recording itself."""
-    return _frames(traceback.extract_stack(frame))
+def stack_of(frame: FrameType, handled: tuple[FrameType, str] | None = None) -> tuple[str, ...]:
+    """Return the calls of a stack, the innermost last, without those of the recording itself.
+
+    ``handled``: the call that handles an error, and this as text; see :func:`handled_error`.
+    """
+    at, after = (None, "") if handled is None else (traceback.extract_stack(handled[0], 1)[0], handled[1])
+    return _frames(traceback.extract_stack(frame), at, after)
 
 
-def _frames(stack: traceback.StackSummary) -> tuple[str, ...]:
+def _frames(
+    stack: traceback.StackSummary, at: traceback.FrameSummary | None = None, after: str = ""
+) -> tuple[str, ...]:
+    """Return calls as text, with ``after`` in that of the call ``at``."""
     calls = [call for call in stack if not call.filename.startswith(_OWN)]
     first = next((at for at, call in enumerate(calls) if "runpy" not in call.filename), 0)
-    return tuple(_frame(call) for call in calls[first:][-_MAX_FRAMES:])
+    return tuple(_frame(call, after if call == at else "") for call in calls[first:][-_MAX_FRAMES:])
 
 
-def _frame(call: traceback.FrameSummary) -> str:
+def _frame(call: traceback.FrameSummary, after: str = "") -> str:
     """Return a call as text: ``train.py:31 in main, loop 20, 24: loss.backward()``; 24 is the innermost loop's line."""
-    loops = loop_words(call.filename, call.lineno or 0)
-    return f"{call.filename}:{call.lineno} in {call.name}{loops}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
+    blocks = block_words(call.filename, call.lineno or 0) + after
+    return f"{call.filename}:{call.lineno} in {call.name}{blocks}: {(call.line or '')[:_MAX_LINE]}".rstrip(": ")
 
 
 def _forget(recording: RankRecording | None) -> None:

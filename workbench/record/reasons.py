@@ -16,16 +16,21 @@ def reason_of(error: BaseException) -> str:
 
     The errors follow that were being handled when it was raised.
     """
-    if isinstance(error, SystemExit):
-        is_number = isinstance(error.code, int)
-        return "" if error.code in (None, 0) else f"exit status {error.code}" if is_number else f"exit: {error.code}"
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return ""
     found: list[str] = []
     current: BaseException | None = error
     while current is not None and len(found) < _MAX_CHAIN:
-        text = " ".join(_without_traceback(str(current)).split())[:_MAX_REASON]
-        found.append(f"{type(current).__name__}: {text}".removesuffix(": "))
+        found.append(_words(current))
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return AFTER.join(found)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"exit status {error.code}" if isinstance(error.code, int) else f"exit: {error.code}"
+    text = " ".join(_without_traceback(str(error)).split())[:_MAX_REASON]
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _without_traceback(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.events import MOVES, Category, Edge, Kind, Phase, UnitState
+from workbench.events import MOVES, NOT_SPLIT, Category, Edge, Kind, Phase, UnitState
 from workbench.replay import states
 from workbench.replay.spans import Ints, of_kind, spans
 from workbench.replay.units import unit_name
@@ -100,6 +100,14 @@ def most_reserved(rank_trace: RankTrace) -> int:
     rows = rank_trace.rows
     deltas = rows["num_bytes"][of_kind(rows, MOVES) & (rows["category"] == Category.RESERVED)]
     return int(rank_trace.start.bytes_by_category[Category.RESERVED] + np.cumsum(deltas).max(initial=0))
+
+
+def not_split(header: Header, rows: Rows) -> int:
+    """Return the bytes of optimizer state, of those that rows allocated and did not free, of no sharded parameter."""
+    if NOT_SPLIT not in header.strings:
+        return 0
+    is_whole = (rows["category"] == Category.OPTIMIZER_STATE) & (rows["module"] == header.strings.index(NOT_SPLIT))
+    return int(rows["num_bytes"][of_kind(rows, MOVES) & is_whole].sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -7,6 +7,7 @@ Arrays: ``N`` samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,43 @@ def loading(header: Header, rank_trace: RankTrace) -> dict[str, int]:
         name = header.strings[place]
         found[name] = max(found.get(name, 0), int(num_bytes))
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingPeak:
+    """A process that used most of its memory while it loaded.
+
+    Attributes:
+        rank: its rank.
+        after: what it had just done, such as ``"reading model.pt"``.
+        num_bytes: resident bytes then.
+        other_bytes: the most at any other moment.
+    """
+
+    rank: int
+    after: str
+    num_bytes: int
+    other_bytes: int
+
+
+def loading_peak(header: Header, ranks: Sequence[RankTrace], margin: float) -> LoadingPeak | None:
+    """Return the rank that used most memory while it loaded, if that is more than at any other moment of it.
+
+    Args:
+        header: of the trace.
+        ranks: whole traces of ranks.
+        margin: the fraction by which it has to be more.
+    """
+    found = []
+    for each in ranks:
+        used = loading(header, each)
+        rows = each.rows[(each.rows["kind"] == Kind.RESIDENT) & (each.rows["module"] < 0)]
+        if used and len(rows):
+            after = max(used, key=lambda name: used[name])
+            others = int(rows["num_bytes"].max())
+            found.append(LoadingPeak(rank=each.rank, after=after, num_bytes=used[after], other_bytes=others))
+    most = max(found, key=lambda each: each.num_bytes, default=None)
+    return most if most is not None and most.num_bytes > (1 + margin) * most.other_bytes else None
 
 
 def series(header: Header, rank_trace: RankTrace, max_moments: int | None = None) -> ProcessSeries:

@@ -58,7 +58,7 @@ class RunState(Enum):
     # its recording stopped before its program
     UNRECORDED = "is no longer recorded"
     # without an end
-    LOST = "was killed, or called os._exit"
+    LOST = "was killed"
 
 
 @dataclass(frozen=True, kw_only=True)

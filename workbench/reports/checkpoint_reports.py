@@ -82,6 +82,7 @@ class SnapshotReport(SnapshotReply, Report):
         num_bytes: bytes of the largest state of a rank.
         kept_bytes: the largest number of bytes of snapshots that a rank keeps.
         seconds: how long it took.
+        left_out: what has a state that is not part of it, on any rank.
     """
 
     @property
@@ -91,6 +92,10 @@ class SnapshotReport(SnapshotReply, Report):
             f"snapshot taken in {self.seconds:.2f} s: each rank keeps its state, {format_bytes(self.num_bytes)}, and "
             f"that of the rank before; {format_bytes(self.kept_bytes)} in all"
         )
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what is not part of it."""
+        return [("left out", ", ".join(self.left_out))] if self.left_out else []
 
 
 def snapshot_report(by_rank: Sequence[SnapshotReply]) -> SnapshotReport:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import product
 
 from workbench.base.fault import Fault
 from workbench.base.text_formats import format_long
@@ -53,7 +54,7 @@ def first_end(positions: Sequence[RunPosition]) -> Fault | None:
         rule="dead-rank",
         verdict="; ".join([verdict, *later]),
         evidence=tuple(_evidence([*first, *others])),
-        fix="; ".join(_fix(party, bool(others) and party is parties[-1]) for party in parties),
+        fix="; ".join(_fix(party, others if party is parties[-1] else []) for party in parties),
     )
 
 
@@ -120,7 +121,7 @@ def _ranks(positions: Sequence[RunPosition]) -> list[int]:
 
 
 def _killed_words(killed: Sequence[RunPosition], when: str = "") -> str:
-    """Return that ranks were killed, such as ``"was killed first, or called os._exit"``."""
+    """Return that ranks were killed, such as ``"was killed first"``."""
     words = killed[0].state.value.replace("killed", f"killed {when}".rstrip())
     return words if len(killed) == 1 else words.replace("was", "were")
 
@@ -175,7 +176,12 @@ def _error_words(position: RunPosition) -> str:
     return ", ".join(filter(None, (error, place)))
 
 
-def _fix(first: Sequence[RunPosition], has_others: bool) -> str:
+_BUS = ": a mapped file has become shorter, or its disk or /dev/shm is full"
+"""Why the kernel sends SIGBUS."""
+
+
+def _fix(first: Sequence[RunPosition], others: Sequence[RunPosition]) -> str:
+    """Return what to do about the first ranks that ended, of which ``others`` ended too."""
     alone, ranks = first[0], label(_ranks(first))
     at = f" at {short_place(alone.users_frame)}" if alone.users_frame else ""
     name = alone.reason.partition(":")[0]
@@ -195,13 +201,24 @@ def _fix(first: Sequence[RunPosition], has_others: bool) -> str:
         case Ending.ABORTED:
             found = (
                 f"see the end of the standard error of {ranks}: gloo aborts a rank if the sizes of a collective differ"
+                f"{_apart(first, others)}"
             )
         case _ if _NO_MEMORY.search(alone.reason):
             found = f"let {ranks} need less memory{at}: smaller batches, shorter inputs, or parameters over more ranks"
         case _ if name.startswith("SIG"):
-            found = f"see what C or C++ code {ranks} called{at}, and the end of its standard error"
+            why = _BUS if name == "SIGBUS" else ""
+            found = f"see what C or C++ code {ranks} called{at}, and the end of its standard error{why}"
         case _ if name.startswith("exit"):
             found = f"see why {ranks} ended the program{at}"
         case _:
             found = f"correct the error of {ranks}{at}"
-    return f"{found}; the others ended because of it" if has_others else found
+    return f"{found}; the others ended because of it" if others else found
+
+
+def _apart(first: Sequence[RunPosition], others: Sequence[RunPosition]) -> str:
+    """Return that ranks that were aborted and their peers were in different lines, as text, which they need not be."""
+    for mine, theirs in product(first, others):
+        if mine.users_frame and theirs.users_frame and short_place(mine.users_frame) != short_place(theirs.users_frame):
+            places = f"rank {mine.rank} was in {short_place(mine.users_frame)}, rank {theirs.rank} in"
+            return f", and {places} {short_place(theirs.users_frame)}"
+    return ""

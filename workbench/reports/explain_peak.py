@@ -9,7 +9,7 @@ from workbench.base.fault import Fault, listed
 from workbench.base.text_formats import format_bytes, format_duration, format_share, plural
 from workbench.events import Category, Unit
 from workbench.protocol.rank_messages import ModelInfo
-from workbench.replay import activations, memory
+from workbench.replay import activations, memory, process
 from workbench.replay.event_marks import EventMark
 from workbench.replay.memory import Peak
 from workbench.replay.peak_savings import Knob, Saving, parts_of, savings
@@ -96,7 +96,7 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     )
     moment = EventMark(rank=part.rank, first_seq=found.seq, last_seq=found.seq)
     since = {line: _until(moment, at_peak[unit]) for line, unit in _units(header, at_peak).items()}
-    lines = [*_others(peaks, part), *map(price_words, worth), *study.unfinished("peak")]
+    lines = [*_others(peaks, part), *map(price_words, worth), *_loading(study), *study.unfinished("peak")]
     kept = _activations(header, trace.rank(part.rank), found)
     evidence: Evidence = {_classes(found): moment, **dict.fromkeys(kept, moment), **since, **dict.fromkeys(lines)}
     fix = next((each.line for each in worth if each.knob in _SETTINGS), "")
@@ -260,6 +260,18 @@ def event_words(header: Header, event: UnitEvent, unit: int, *, is_short: bool =
         return f"{event.cause.value} (reshard_after_forward is False)"
     ahead = "" if event.by_unit < 0 or is_short else f" by {unit_name(header, event.by_unit)}"
     return f"{event.cause.value}{ahead}"
+
+
+def _loading(study: StepStudy) -> list[str]:
+    """Return that a process used most of its host's memory while it loaded, as text, and what to type."""
+    found = process.loading_peak(study.header, study.trace.ranks, WORTH)
+    if found is None:
+        return []
+    return [
+        f"the whole process of rank {found.rank} used most while it loaded: {format_bytes(found.num_bytes)} after "
+        f"{found.after}, and at most {format_bytes(found.other_bytes)} otherwise; %fsdp memory --process shows each "
+        "part of loading, and %fsdp lint names a checkpoint that every rank reads"
+    ]
 
 
 def _others(peaks: Sequence[tuple[RankTrace, Peak]], part: RankTrace) -> list[str]:

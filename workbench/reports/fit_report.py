@@ -103,7 +103,7 @@ def largest(policy: PlannedPolicy) -> list[tuple[Category, int]]:
 def broken_by(policy: PlannedPolicy) -> str:
     """Say which class is the most at a policy's peak."""
     category, size = largest(policy)[0]
-    return f"{category.words} are the most, {format_bytes(size)} of {format_bytes(policy.peak_bytes)}"
+    return f"the largest class is {category.words}, {format_bytes(size)} of {format_bytes(policy.peak_bytes)}"
 
 
 def with_best(policies: Sequence[PlannedPolicy]) -> tuple[PlannedPolicy, ...]:

@@ -9,6 +9,9 @@ from workbench.base.fault import Fault
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.replay.grouping import label
 
+_CAUSE = {"replicas-differ": "options-differ"}
+"""What follows from another fault of the same model, and is not named beside it: one cause is one fault."""
+
 _SHOWN = 3  # names in the evidence of a comparison
 
 
@@ -17,7 +20,7 @@ def lint_faults(by_rank: Sequence[LintReply]) -> tuple[Fault, ...]:
     alone = [(rank, fault) for rank, reply in enumerate(by_rank) for fault in reply.faults]
     found = [*_joined(alone, len(by_rank)), *_compared(by_rank)]
     order = {name: place for reply in by_rank for place, name in enumerate(reply.rules)}
-    return tuple(sorted(found, key=lambda fault: order[fault.rule]))
+    return tuple(sorted(dict.fromkeys(found), key=lambda fault: order[fault.rule]))
 
 
 def abstained(by_rank: Sequence[LintReply]) -> tuple[str, ...]:
@@ -48,24 +51,28 @@ def _joined(found: Iterable[tuple[int, Fault]], num_ranks: int) -> Iterator[Faul
 
 def _compared(by_rank: Sequence[LintReply]) -> Iterator[Fault]:
     """Yield a fault for each comparison that fails, with the names and ranks for which it does."""
-    digests: dict[tuple[str, str], dict[str, dict[int, list[int]]]] = {}
+    digests: dict[tuple[str, str, str], dict[str, dict[int, list[int]]]] = {}
     before: dict[str, dict[int, int]] = {}
-    first: dict[tuple[str, str], RankComparison] = {}
+    first: dict[tuple[str, str, str], RankComparison] = {}
     for rank, reply in enumerate(by_rank):
         for each in reply.comparisons:
-            key = each.fault.rule, each.fault.verdict
+            key = each.fault.rule, each.model, each.fault.verdict
             first.setdefault(key, each)
             for name, digest in each.digests.items():
                 digests.setdefault(key, {}).setdefault(name, {}).setdefault(digest, []).append(rank)
             for name, digest in each.before.items():
                 before.setdefault(name, {})[rank] = digest
-    for key, names in digests.items():
-        failed = {
+    failures = {
+        key: {
             name: ranks
             for name, ranks in names.items()
             if _fails(ranks, before.get(name, {}), wants_equal=first[key].wants_equal)
         }
-        if failed:
+        for key, names in digests.items()
+    }
+    causes = {(rule, model) for (rule, model, _), failed in failures.items() if failed}
+    for key, failed in failures.items():
+        if failed and (_CAUSE.get(key[0]), key[1]) not in causes:
             evidence = [f"{name}: {_alike(ranks)}" for name, ranks in failed.items()]
             more = [f"and {len(evidence) - _SHOWN} more"] if len(evidence) > _SHOWN else []
             yield replace(first[key].fault.about(list(failed)), evidence=(*evidence[:_SHOWN], *more))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
 from workbench.replay.run_positions import RunPosition
 from workbench.reports.event_text import unit_names
-from workbench.trace.frames import has_left_loop, has_passed_call, short_place
+from workbench.trace.frames import branch_apart, branch_past, error_handled, has_left_loop, has_passed_call, short_place
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
@@ -36,6 +36,7 @@ _FIX = {
     Parting.LEFT_OUT: SAME_CALLS,
     Parting.UNKNOWN: SAME_CALLS,
 }
+_HANDLE_TOGETHER = "let all ranks know of an error before one of them goes on, or let it end the rank"
 _MAX_CALLERS = 3
 _RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload", Parting.ROOT: "other-root"}
 
@@ -50,6 +51,19 @@ def divergence_fault(found: Divergence, header: Header, positions: Sequence[RunP
     """
     found = _by_abort(found, header, positions)
     words = _Words(found, header, positions)
+    return with_handled(_of_words(found, words), positions)
+
+
+def with_handled(fault: Fault, positions: Sequence[RunPosition]) -> Fault:
+    """Return a fault with the error that some ranks alone handle meanwhile, if any, such as in an ``except``."""
+    found = by_value((each.rank, error) for each in positions if (error := error_handled(each.users_frames)))
+    if not found or sum(map(len, found.values())) == len(positions):
+        return fault
+    told = (f"{label(ranks)} {'handle' if len(ranks) > 1 else 'handles'} {error}" for error, ranks in found.items())
+    return replace(fault, verdict="; ".join([fault.verdict, *told]), fix=_HANDLE_TOGETHER)
+
+
+def _of_words(found: Divergence, words: _Words) -> Fault:
     most, other = found.most_passes, found.other_passes
     place = first_difference(most, other)
     if place == len(most) == len(other):
@@ -93,7 +107,9 @@ class _Words:
         """Return the fault that collectives differ."""
         found = self._found
         mine, other, theirs, most = self._mine, self._other, self._theirs, self._most
-        at, there = self._line(found.other_ranks), self._line(found.most_ranks)
+        at = self._line(found.other_ranks, found.most_ranks)
+        there = self._line(found.most_ranks, found.other_ranks)
+        fix = _FIX[found.parting]
         match found.parting:
             case Parting.PAYLOAD:
                 sizes = self._payload(found.other), self._payload(found.most)
@@ -112,19 +128,23 @@ class _Words:
                 verdict = f"{mine} left out {most}{at}, which {theirs} issued{there}"
             case Parting.UNKNOWN:
                 verdict = self._of_unknown(at, there)
+                said, fix = self._who_left_loop()
+                verdict += said
         if found.unknown_ranks and len(found.most_ranks) == len(
             found.other_ranks
         ):  # so which ones are fewer is not known
             both = label(sorted((*found.most_ranks, *found.other_ranks)))
             verdict = f"{both} differ, and the call of {label(found.unknown_ranks)} is not recorded: {verdict}"
         rule = _RULE.get(found.parting, "other-collective")
-        return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=_FIX[found.parting])
+        return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
 
     def _of_unknown(self, at: str, there: str) -> str:
         """Return that ranks issued different calls, where what follows them does not tell how they part."""
         found = self._found
         mine, other, theirs, most = self._mine, self._other, self._theirs, self._most
         if not found.is_open:
+            if self._is_apart(found.most_ranks, found.other_ranks):
+                return f"{theirs} issued {most}{there} where {mine} issued {other}{at}"
             return f"{mine} issued {other}{at} where {theirs} issued {most}{there}"
         if self._have_passed(found.most_ranks, found.other_ranks):
             return f"{mine} issued {other}{at}, which {theirs} left out{there}"
@@ -132,6 +152,15 @@ class _Words:
             return f"{theirs} issued {most}{there}, which {mine} left out{at}"
         both = label(sorted((*found.most_ranks, *found.other_ranks)))
         return f"{both} part: {theirs} issued {most}{there}, {mine} {other}{at}"
+
+    def _who_left_loop(self) -> tuple[str, str]:
+        """Return which ranks have left a loop in which others still are, as the end of a verdict, and the fix."""
+        for gone, still in permutations((self._found.other_ranks, self._found.most_ranks)):
+            if self._have_left_loop(gone, still):
+                have, are = ("have" if len(gone) > 1 else "has"), ("are" if len(still) > 1 else "is")
+                said = f"; {label(gone)} {have} left the loop in which {label(still)} still {are}"
+                return said, f"{SAME_BATCHES}; if {label(gone)} decided to leave, {LEAVE_TOGETHER}; else {SAME_CALLS}"
+        return "", _FIX[Parting.UNKNOWN]
 
     def _payload(self, call: IssuedCall) -> str:
         """Return the payload of a call as text: ``"512 elements of float32 (2.00 KiB)"``."""
@@ -148,17 +177,21 @@ class _Words:
         if {most[place].kind, other[place].kind} == {Kind.FORWARD, Kind.OPTIMIZER}:
             return self._of_micro_batches(place)
         mine, theirs = self._mine, self._theirs
+        ranks, others = self._found.other_ranks, self._found.most_ranks
         of_exception = self._is_exception(place)
         if of_exception is None:
             verdict = f"{theirs} ran {_pass_words(most[place])} where {mine} ran {_pass_words(other[place])}"
             return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
         if not of_exception:
-            mine, theirs, most, other = theirs, mine, other, most
+            mine, theirs, most, other, ranks, others = theirs, mine, other, most, others, ranks
         left_out = _number(other, most[place]) < _number(most, most[place])
         extra = _number(other, other[place]) > _number(most, other[place])
+        later = self._later(ranks, others) if left_out and extra else ""
         if left_out and extra:
             left_out = _is(most[place + 1 : place + 2], other[place]) or most[place].kind is Kind.BACKWARD
-        if left_out:
+        if later:
+            verdict = f"{mine} ran {_pass_words(other[place])} where {theirs} ran {_pass_words(most[place])}, {later}"
+        elif left_out:
             verdict = f"{mine} left out {_pass_words(most[place])}, which {theirs} ran"
         elif extra:
             verdict = f"{mine} ran {_pass_words(other[place])}, which {theirs} left out"
@@ -196,8 +229,8 @@ class _Words:
         before = [each for each in found.most_passes[:place] if each.step == step]
         forwards, *_ = counts(before)
         verdict = (
-            f"{label(few)} ran {plural(forwards, 'forward')} before the optimizer in {step_name(step)}{self._line(few)}"
-            f", {label(many)} began forward {forwards + 1}{self._line(many)}"
+            f"{label(few)} ran {plural(forwards, 'forward')} before the optimizer in {step_name(step)}"
+            f"{self._line(few, many)}, {label(many)} began forward {forwards + 1}{self._line(many, few)}"
         )
         fix = "let all ranks run the same number of forwards and backwards before each step of the optimizer"
         return Fault(rule="uneven-batches", verdict=verdict, evidence=self._evidence(), fix=fix)
@@ -210,7 +243,7 @@ class _Words:
         few, many = self._few_and_many(is_less=is_less)
         if not self._have_left_loop(few, many):
             return None
-        verdict = f"{label(few)} left out {_pass_words(more)}, which {label(many)} ran{self._line(many)}"
+        verdict = f"{label(few)} left out {_pass_words(more)}, which {label(many)} ran{self._line(many, few)}"
         return Fault(rule="uneven-passes", verdict=verdict, evidence=self._evidence(), fix=_SAME_PASSES)
 
     def _few_and_many(self, *, is_less: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -229,10 +262,9 @@ class _Words:
         few, many = self._few_and_many(is_less=is_less)
         call, passes = (found.other, found.other_passes) if is_less else (found.most, found.most_passes)
         forwards, *_ = counts(passes)
-        own = (
-            f"{label(few)} issued {call_words(call, self._units)}{self._line(few)} after {plural(forwards, 'forward')}"
-        )
-        verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many)}"
+        issued = f"{label(few)} issued {call_words(call, self._units)}{self._line(few, many)}"
+        own = f"{issued} after {plural(forwards, 'forward')}"
+        verdict = f"{own}, where {label(many)} began forward {forwards + 1}{self._line(many, few)}"
         if call.unit >= 0:
             if call.kind is Kind.ALL_GATHER:  # before its next forward: not a sign of fewer batches
                 return self.of_calls()
@@ -243,8 +275,8 @@ class _Words:
             False: ("other-collective", SAME_CALLS),
             None: ("other-collective", same_calls_or_batches(label(few))),
         }[have_left]
-        if not have_left and len(many) < len(few):
-            verdict = f"{label(many)} began forward {forwards + 1}{self._line(many)}, where {own}"
+        if not have_left and (len(many) < len(few) or self._is_apart(many, few)):
+            verdict = f"{label(many)} began forward {forwards + 1}{self._line(many, few)}, where {own}"
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
 
     def _have_passed(self, ranks: Sequence[int], others: Sequence[int]) -> bool:
@@ -258,14 +290,45 @@ class _Words:
         told = (has_left_loop(one, other) for one, other in product(*stacks))
         return next((each for each in told if each is not None), None)
 
-    def _line(self, ranks: Sequence[int]) -> str:
-        """Return the line that issued the call, in parentheses, if the lowest rank is still in it; else nothing."""
+    def _is_apart(self, ranks: Sequence[int], others: Sequence[int]) -> bool:
+        """Return whether only ``ranks``, which are not the majority, are in a branch in which others are not."""
+        is_minority = len(ranks) <= len(others)
+        return is_minority and bool(self._branch(ranks, others)) and not self._branch(others, ranks)
+
+    def _branch(self, ranks: Sequence[int], others: Sequence[int]) -> str:
+        """Return the branch in which the lowest rank is and the lowest of others is not, as text; else nothing."""
+        found = branch_apart(self._frames(ranks), self._frames(others))
+        return f"under `{found[1]}` of {found[0]}" if found else ""
+
+    def _later(self, ranks: Sequence[int], others: Sequence[int]) -> str:
+        """Return where the lowest rank is, as text, if it has gone on beyond the call of the lowest of others.
+
+        Else nothing.
+        """
+        frames = self._frames(ranks)
+        found = branch_past(frames, self._frames(others))
+        if found is None:
+            return ""
+        place, statement = found
+        under = f", under `{statement}` of {place}" if place else ""
+        return f"and is in {short_place(frames[-1])}{under}"
+
+    def _frames(self, ranks: Sequence[int]) -> Sequence[str]:
+        """Return the calls of the user's code in which the lowest of some ranks is."""
+        return next((each.users_frames for each in self._positions if each.rank in ranks), ())
+
+    def _line(self, ranks: Sequence[int], others: Sequence[int]) -> str:
+        """Return the line that issued the call, in parentheses, if the lowest rank is still in it; else nothing.
+
+        It is followed by the branch in which ``others`` are not.
+        """
         found = self._found
         name = self._header.comm_groups[found.group].name
         for each in self._positions:
             waits = each.pending is not None and (each.pending.group, each.pending.number) == (name, found.number)
             if each.rank in ranks and waits and each.users_frame:
-                return f" ({short_place(each.users_frame)})"
+                branch = self._branch(ranks, others)
+                return f" ({short_place(each.users_frame)}{', ' if branch else ''}{branch})"
         return ""
 
     def _evidence(self) -> tuple[str, ...]:

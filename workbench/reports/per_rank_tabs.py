@@ -125,8 +125,8 @@ def drawn(text: str) -> str:
     That is time and speed of tqdm's bars, and in log lines, warnings and representations of objects the rank's prefix,
     the time, the process id, the temporary file of a cell, and addresses.
 
-    Example: ``" 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|##| 2/2 [00:02<00:00,  1.1s/it, loss=2]"`` ->
-    ``"100%|##| 2/2 [, loss=2]"``.
+    Example: ``" 50%|#  | 1/2 [00:01<00:01,  1.2s/it, loss=3]\r100%|###| 2/2 [00:02<00:00,  1.1s/it, loss=2]"`` ->
+    ``"100%|###| 2/2 [, loss=2]"``.
     """
     shown = _OF_A_PROCESS.sub("", _SPEED.sub("[", screen(text)))
     return "\n".join(line.rstrip() for line in shown.split("\n"))
@@ -146,9 +146,9 @@ def panes_of(
 
 def _shown(written: RankOutput) -> str:
     text = written.text.partition("\n")[2] if written.is_cut and "\n" in written.text else written.text
-    before, cleared, after = text.rpartition(CLEARED)
+    _, cleared, text = text.rpartition(CLEARED)
     is_cut = written.is_cut and not cleared
-    return (f"{CUT}\n" if is_cut else "") + screen(after if cleared else before + after).rstrip("\n")
+    return (f"{CUT}\n" if is_cut else "") + screen(text).rstrip("\n")
 
 
 # ---- displays

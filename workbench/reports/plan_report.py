@@ -74,7 +74,7 @@ class PlanReport(Report):
             return ""
         largest = max(self.peak_bytes_by_category, key=lambda category: self.peak_bytes_by_category[category])
         share = format_bytes(self.peak_bytes_by_category[largest])
-        return f"it does not fit: {share} of {largest.words} alone are the most"
+        return f"it does not fit: the largest class is {largest.words}, {share}"
 
     @property
     def headline(self) -> str:

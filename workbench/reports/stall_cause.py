@@ -10,11 +10,15 @@ collective that its torch does not announce.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
 
 from workbench.base.fault import Fault
-from workbench.base.text_formats import format_long
+from workbench.base.text_formats import format_long, plural
 from workbench.events import Edge, Kind, unit_words
 from workbench.replay.divergence import (
     Divergence,
@@ -47,12 +51,23 @@ from workbench.reports.parted_ranks import (
     frame_lines,
     progress_words,
     same_calls_or_batches,
+    with_handled,
 )
 from workbench.trace.columns import Trace
-from workbench.trace.frames import is_in_loop, short_place
+from workbench.trace.frames import is_in_loop, lock_held, short_place
 from workbench.trace.recording import Activity
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
+
+_CALL = {Kind.SEND: "send", Kind.RECV: "receive"}
+_TO = {Kind.SEND: "to", Kind.RECV: "from"}
+_OPPOSITE = {Kind.SEND: "received", Kind.RECV: "sent"}
+"""What the peer of a send or receive has done that pairs with it."""
+
+_IS_PAIRED = np.isin(np.arange(256), list(_CALL))  # indexed by the column ``kind``
+
+_SAME_NUMBER = "let each rank send as often as its peer receives, such as once for each micro-batch, whatever its data"
+_OTHER_WAY_ROUND = "let one of two ranks send first and the other receive first, or use dist.batch_isend_irecv"
 
 _MAX_PLACES = 3
 """Lines that a verdict names; of more, the evidence has them."""
@@ -65,9 +80,12 @@ def stall_cause(trace: Trace, positions: Sequence[RunPosition]) -> Fault | None:
         trace: of the run.
         positions: of its recorded ranks.
     """
-    found = parted(trace, positions) or _Waits(trace, positions).cause()
+    found = parted(trace, positions)
     if found is None:
-        return first_end(positions)
+        waits = _Waits(trace, positions).cause()
+        if waits is None:
+            return first_end(positions)
+        found = with_handled(waits, positions)
     ended = ends_words(positions)
     return replace(found, evidence=(*found.evidence, ended)) if ended else found
 
@@ -162,7 +180,7 @@ class _Waits:
             and (has_timed_out or self._is_quiet(each))
         ]
         if late:
-            return _of_silent(late)
+            return _of_silent(late, waiting)
         if unseen:
             return self._of_counts([*waiting, *unseen]) or self._of_unseen(waiting, unseen)
         complete = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
@@ -207,8 +225,10 @@ class _Waits:
         pending = next(each.pending for each in waiting if each.pending is not None)
         rule, end = "uneven-batches", f"{have} ended"
         fix = f"{SAME_BATCHES}; or, if {ranks} decided to end, {LEAVE_TOGETHER}"
-        if all(is_in_loop(each.users_frames) for each in ended):
-            end, fix = f"ended by sys.exit{_places(ended, ' in ')}", LEAVE_TOGETHER
+        if all(map(_has_decided, ended)):
+            is_hard = any("os._exit(" in each.users_frame for each in ended)
+            call, rule = ("os._exit", "dead-rank") if is_hard else ("sys.exit", rule)
+            end, fix = f"ended by {call}{_places(ended, ' in ')}", LEAVE_TOGETHER
         elif len(numbers) == 1 and pending.unit < 0 and not self._is_usual(waiting[0].rank, pending):
             # the call is of no model, nor of a loop that made a further turn
             rule, fix = "other-collective", same_calls_or_batches(ranks)
@@ -323,6 +343,8 @@ class _Waits:
         """Return that a collective does not end though all of its ranks have started it."""
         pending = stuck[0].pending
         assert pending is not None
+        if _is_pair(stuck[0]):
+            return self._of_unmatched([each for each in stuck if _id(each) == _id(stuck[0])])
         alike = [each for each in stuck if each.pending == pending]
         group = self._group_of(pending)
         ended = self._ended(group, pending.number)
@@ -337,6 +359,21 @@ class _Waits:
             fix=f"{SAME_ROOT}: which one each has passed is not recorded"
             if is_root_unknown
             else "see the standard error of these ranks, and what their network or devices do: their calls agree",
+        )
+
+    def _of_unmatched(self, stuck: Sequence[RunPosition]) -> Fault:
+        """Return that a message does not arrive, though its send and its receive are issued; ``stuck`` wait for it."""
+        ranks, wait = label([each.rank for each in stuck]), "wait" if len(stuck) > 1 else "waits"
+        pending = stuck[0].pending
+        assert pending is not None
+        sender, receiver = self.trace.header.comm_groups[self._group_of(pending)].ranks
+        return Fault(
+            rule="unpaired-calls",
+            verdict=f"{ranks} {wait} for message {pending.number + 1} from rank {sender} to rank {receiver}, whose "
+            f"send and receive are issued{_places(stuck, ', in ')}",
+            evidence=(*self._wait_lines(stuck), *frame_lines(stuck)),
+            fix="pass the same tags, which are not recorded, in the same order, and tensors of the same size on both "
+            "ranks; if they are, see what their network does",
         )
 
     def _roots(self, group: int, number: int) -> set[int]:
@@ -358,70 +395,148 @@ class _Waits:
             less, more = parties
             (mine,), (theirs,) = ([each for each in told if each.rank == ranks[0]] for ranks in parties)
             verdict = f"{label(less)} issued {self._call(mine)} where {label(more)} issued {self._call(theirs)}"
+        lock = _lock_words(told, told)
         return Fault(
             rule="crossed-groups",
             verdict=f"{verdict}{_places(told, ': ')}",
-            evidence=(*self._wait_lines(told), *frame_lines(told)),
-            fix="let all ranks use the groups in the same order, and none of them within `if rank == 0:`",
+            evidence=(*([lock] if lock else []), *self._wait_lines(told), *frame_lines(told)),
+            fix=_NO_LOCK if lock else _SAME_GROUPS,
         )
 
     def _of_pairs(self, cycle: Sequence[RunPosition]) -> Fault:
-        """Return that all ranks of a cycle receive, or send, first, or that one left out what the one before awaits."""
-        found = [each for each in zip(cycle, (*cycle[1:], cycle[0]), strict=True) if self._has_left_out(*each)]
+        """Return why each rank of a cycle waits in a send or receive for the next one.
+
+        One left out what the one before awaits; or the numbers of their calls differ; or all receive, or send, first.
+        """
+        pairs = list(zip(cycle, (*cycle[1:], cycle[0]), strict=True))
+        calls = [each.pending for each in cycle if each.pending is not None]
+        is_even = len({call.number for call in calls}) == 1
+        found = [] if is_even and _is_one_place(cycle) else [each for each in pairs if self._has_left_out(*each)]
         if len(found) == 1:
             return self._of_left_out(*found[0])
-        kinds = {each.pending.kind for each in cycle if each.pending is not None}
-        verb = f"all {kinds.pop().words} first" if len(kinds) == 1 else "none of them can end"
-        verb = verb.replace("all recv", "all receive")
+        if not is_even:
+            return self._of_numbers(pairs)
+        kinds = {call.kind for call in calls}
+        verb = f"all {_CALL[kinds.pop()]} first" if len(kinds) == 1 else "none of them can end"
         return Fault(
             rule="unpaired-calls",
             verdict=f"{label([each.rank for each in cycle])} wait for each other: {verb}{_places(cycle, ', in ')}",
             evidence=(*self._wait_lines(cycle), *frame_lines(cycle)),
-            fix="let one of two ranks send first and the other receive first, or use dist.batch_isend_irecv",
+            fix=_OTHER_WAY_ROUND,
         )
 
+    def _of_numbers(self, pairs: Sequence[tuple[RunPosition, RunPosition]]) -> Fault:
+        """Return that each rank waits for the next one in unlike numbers of sends or receives.
+
+        It is not recorded whether one passes more messages than its peer, or all would pair if none waited: that is in
+        the calls to which they do not come.
+        """
+        newest = {each.rank: each.pending.number for each, _ in pairs if each.pending is not None}
+        found = sorted(pairs, key=lambda pair: -newest[pair[0].rank])
+        fixes = (
+            (_OTHER_WAY_ROUND, f"if one call is too many, {_SAME_NUMBER}"),
+            (_SAME_NUMBER, f"if the numbers of a whole step agree, {_OTHER_WAY_ROUND}"),
+        )
+        stuck = [each for each in self.positions if _is_pair(each)]
+        return Fault(
+            rule="unpaired-calls",
+            verdict=f"{label(sorted(newest))} part: {'; '.join(self._number_words(*pair) for pair in found)}",
+            evidence=(*self._number_lines(stuck), *frame_lines(stuck)),
+            fix="; ".join(fixes[0] if _is_one_place([each for each, _ in pairs]) else fixes[1]),
+        )
+
+    def _number_words(self, waiting: RunPosition, other: RunPosition) -> str:
+        """Return the send or receive in which a rank waits, and how often its peer has done the opposite, as text."""
+        pending = waiting.pending
+        assert pending is not None
+        call, to, did = _CALL[pending.kind], _TO[pending.kind], _OPPOSITE[pending.kind]
+        own = (each for each in reversed(waiting.users_frames) if each not in other.users_frames)  # no shared helper
+        frame = next(own, waiting.users_frame)
+        place = f" ({short_place(frame)})" if frame else ""
+        number = self._num_issued(other, self._group_of(pending))
+        return (
+            f"rank {waiting.rank} issued {call} {pending.number + 1} {to} rank {other.rank}{place}, which has {did} "
+            f"{number}"
+        )
+
+    def _number_lines(self, stuck: Sequence[RunPosition]) -> list[str]:
+        """Return the numbers of sends and receives of each direction in which a rank is stuck, as lines."""
+        by_rank = {each.rank: each for each in self.positions}
+        lines = []
+        for group in dict.fromkeys(self._group_of(each.pending) for each in stuck if each.pending is not None):
+            ranks = self.trace.header.comm_groups[group].ranks
+            ends = [by_rank[rank] for rank in ranks if rank in by_rank]
+            steps = {each.step for each in ends}
+            if len(ends) < len(ranks):
+                continue
+            words = _both(*(self._num_issued(each, group) for each in ends))
+            if len(steps) == 1 and (step := steps.pop()) >= 0:
+                words += f"; in {step_name(step)}: {_both(*(self._num_issued(each, group, step) for each in ends))}"
+            lines.append(f"from rank {ranks[0]} to rank {ranks[1]}: {words}")
+        return lines
+
+    def _num_issued(self, position: RunPosition, group: int, step: int | None = None) -> int:
+        """Return how many sends or receives a rank has issued in a group; with ``step``, in that step."""
+        rows = self.trace.rank(position.rank).rows
+        own = rows[(rows["comm_group"] == group) & (rows["edge"] == Edge.BEGIN) & _IS_PAIRED[rows["kind"]]]
+        return int(own["comm_seq"].max(initial=-1)) + 1 if step is None else int((own["step"] == step).sum())
+
     def _has_left_out(self, waiting: RunPosition, other: RunPosition) -> bool:
-        """Return whether a rank has left out the send or receive for which another one waits."""
+        """Return whether a rank has left out the send or receive for which another one waits; not outside of a loop."""
         awaited, own = waiting.pending, other.pending
         assert awaited is not None
         assert own is not None
+        if other.users_frames and not is_in_loop(other.users_frames):
+            return False
         part = self.trace.rank(other.rank)
         return has_left_out(part, self._group_of(awaited), self._group_of(own), own.number)
 
     def _of_left_out(self, waiting: RunPosition, other: RunPosition) -> Fault:
         awaited = waiting.pending
         assert awaited is not None
-        sends = awaited.kind is Kind.RECV
-        what, has, to = ("a send to", "sent", "to") if sends else ("a receive from", "received", "from")
+        what, to = ("send", "to") if awaited.kind is Kind.RECV else ("receive", "from")
         peer, step = f"rank {waiting.rank}", f" in {step_name(other.step)}" if other.step >= 0 else ""
-        both = (waiting, other)
+        both, did = (waiting, other), _OPPOSITE[awaited.kind]
         number = (
-            f"rank {other.rank} has {has} {awaited.number} {to} {peer}, one less than at this place of earlier steps"
+            f"rank {other.rank} has {did} {awaited.number} {to} {peer}, one less than at this place of earlier steps"
         )
         return Fault(
             rule="unpaired-calls",
-            verdict=f"rank {other.rank} left out {what} {peer}{step}: {peer} waits for it{_places([waiting], ', in ')}",
-            evidence=(number, *self._wait_lines(both), *frame_lines(both)),
-            fix="let each rank send as often as its peer receives, whatever its data",
+            verdict=f"rank {other.rank} left out a {what} {to} {peer}{step}: {peer} waits for it"
+            f"{_places([waiting], ', in ')}",
+            evidence=(number, *self._number_lines(both), *frame_lines(both)),
+            fix=_SAME_NUMBER,
         )
 
     def _of_unpaired(self, one: RunPosition, other: RunPosition) -> Fault:
-        """Return that a rank receives, or sends, once more than its partner does the opposite."""
-        pending = one.pending
-        assert pending is not None
-        receives = pending.kind is Kind.RECV
-        mine, theirs = ("receives from", "sent") if receives else ("sends to", "received")
+        """Return that a rank receives, or sends, more often than its partner does the opposite."""
+        stuck = [each for each in self.positions if _is_pair(each) and _absent(each) == (other.rank,)]
         if other.pending is not None:
             now = f"waits for {pending_words(other.pending, unit_names(self.trace.header))}"
         else:
             now = other.state.value
-        both = (one, other)
+        both: Sequence[RunPosition] = (one, other)
+        verdict = f"{self._excess_words(one, other)}, and {now}"
+        if len(stuck) > 1 and not _is_pair(other):  # it has gone on, and its peers have not
+            told = "; ".join(self._excess_words(each, other) for each in stuck)
+            verdict = f"rank {other.rank} issued fewer sends and receives than its peers, and {now}: {told}"
+            both = (*stuck, other)
         return Fault(
             rule="unpaired-calls",
-            verdict=f"rank {one.rank} {mine} rank {other.rank} once more than that rank {theirs}: it {theirs} "
-            f"{pending.number}, and {now}",
+            verdict=verdict,
             evidence=(*self._wait_lines([each for each in both if each.pending is not None]), *frame_lines(both)),
-            fix="let as many sends as receives pass between two ranks",
+            fix=_SAME_NUMBER,
+        )
+
+    def _excess_words(self, one: RunPosition, other: RunPosition) -> str:
+        """Return how often a rank receives, or sends, and its partner does the opposite, as text."""
+        pending = one.pending
+        assert pending is not None
+        did, number = _OPPOSITE[pending.kind], self._num_issued(other, self._group_of(pending))
+        times = "once more" if number == pending.number else "more often"
+        return (
+            f"rank {one.rank} {_CALL[pending.kind]}s {_TO[pending.kind]} rank {other.rank} {times} than that rank "
+            f"{did}: it {did} {number}"
         )
 
     def _call(self, position: RunPosition) -> str:
@@ -469,6 +584,15 @@ def _is_pair(position: RunPosition) -> bool:
     return position.pending is not None and position.pending.kind.info.is_point_to_point
 
 
+def _is_one_place(positions: Sequence[RunPosition]) -> bool:
+    """Return whether ranks are in the same calls of the same lines."""
+    return bool(positions[0].users_frames) and len({each.users_frames for each in positions}) == 1
+
+
+def _both(sends: int, receives: int) -> str:
+    return f"{plural(sends, 'send')}, {plural(receives, 'receive')}"
+
+
 def _is_same(one: UnsharedCall, other: UnsharedCall) -> bool:
     """Return whether two calls in different groups are alike, so that their order alone may differ."""
     return (one.call.kind, one.call.unit) == (other.call.kind, other.call.unit)
@@ -496,7 +620,23 @@ _WHAT_TO_DO: Mapping[Activity, str] = {
 }
 
 
-def _of_silent(silent: Sequence[RunPosition]) -> Fault:
+_SAME_GROUPS = "let all ranks use the groups in the same order, and none of them within `if rank == 0:`"
+_NO_LOCK = "issue no collective while a lock is held: leave its block first"
+
+
+def _lock_words(waiting: Sequence[RunPosition], holding: Sequence[RunPosition]) -> str:
+    """Return which ranks are at a lock within whose block others wait in a collective, as text; empty: none."""
+    for one, other in product(waiting, holding):
+        found = lock_held(one.users_frames, other.users_frames) if other.pending else None
+        if found:
+            at = [each.rank for each in waiting if lock_held(each.users_frames, other.users_frames) == found]
+            within = [each.rank for each in holding if lock_held(one.users_frames, each.users_frames) == found]
+            are, wait = "are" if len(at) > 1 else "is", "wait" if len(within) > 1 else "waits"
+            return f"{label(at)} {are} at `{found[1]}` of {found[0]}, within which {label(within)} {wait} for others"
+    return ""
+
+
+def _of_silent(silent: Sequence[RunPosition], waiting: Sequence[RunPosition]) -> Fault:
     ranks = label([each.rank for each in silent])
     do, what = ("do", "they do") if len(silent) > 1 else ("does", "it does")
     places = (
@@ -507,9 +647,42 @@ def _of_silent(silent: Sequence[RunPosition]) -> Fault:
     )
     known = {each.activity for each in silent}
     place = _places(silent, ", after " if _LAST in known else ", in ")
+    lock = _lock_words(silent, waiting)
+    if lock:
+        place, fix = f"{place}; {lock}", _NO_LOCK
+    elif all(map(_makes_a_group, silent)):
+        fix = _ALL_IN
+    elif all(map(_waits_for_loader, silent)):
+        fix = _LOADER
+    else:
+        fix = _WHAT_TO_DO[known.pop() if len(known) == 1 else ""]
     return Fault(
         rule="late-rank",
         verdict=f"{ranks} {do} not come: the others wait for what {what} outside of collectives{place}",
         evidence=tuple(places),
-        fix=_WHAT_TO_DO[known.pop() if len(known) == 1 else ""],
+        fix=fix,
     )
+
+
+_GROUP_CALL = re.compile(r"/torch/distributed/\S+ in \w*(process|new|split)_group")
+_LOADER_CALL = "/torch/utils/data/dataloader.py:"
+_LOADER = (
+    "see why a worker of its DataLoader does not answer: with timeout=60 it raises, and num_workers=0 shows the line"
+)
+_ALL_IN = "let all ranks make the same groups in the same order, also those that are in none of them"
+
+
+def _makes_a_group(position: RunPosition) -> bool:
+    """Return whether a rank waits in torch for others to make a process group too."""
+    return any(map(_GROUP_CALL.search, position.frames))
+
+
+def _has_decided(position: RunPosition) -> bool:
+    """Return whether a rank ended within a loop, or from a thread beside the main one: not at its program's end."""
+    frames = position.users_frames
+    return is_in_loop(frames) or (bool(frames) and " in <module>" not in frames[0])
+
+
+def _waits_for_loader(position: RunPosition) -> bool:
+    """Return whether a rank waits for a worker of a DataLoader, which is another process."""
+    return any(_LOADER_CALL in frame and "_get_data" in frame for frame in position.frames)

@@ -141,6 +141,7 @@ class StatusReport(Report):
         cluster: the cluster that the ranks were attached from, as text; empty if they were started here.
         notes: what is probably unintended, and what to do, a sentence each.
         collectives: which collectives are recorded, as text; empty if the workbench's engine issues all.
+        next: what to type next; empty if it was done before.
     """
 
     running: bool
@@ -160,6 +161,7 @@ class StatusReport(Report):
     cluster: str = ""
     notes: tuple[str, ...] = ()
     collectives: str = ""
+    next: str = ""
 
     @property
     def headline(self) -> str:
@@ -196,7 +198,7 @@ class StatusReport(Report):
         found.append(("recorded", plural(self.num_rows, "event") + dropped + lost))
         if self.kept:
             found.append(("kept", f"processes {', '.join(map(str, self.kept))}, so that the next start is quick"))
-        return found
+        return [*found, *next_facts(self.next)] if self.running and not self.problem else found
 
     def _ranks_of_hosts(self) -> Iterator[tuple[str, str]]:
         """Yield a fact for each rank and, if there are several hosts, one for each host before its ranks."""

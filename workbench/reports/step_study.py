@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,15 @@ from workbench.replay.step_parts import (
 )
 from workbench.replay.units import unit_name, unseen_words
 from workbench.replay.unreduced import unreduced_units
-from workbench.reports.explain_report import Evidence, ExplainReport, Picture, RankParts, WaitCause, marks_in
+from workbench.reports.explain_report import (
+    Evidence,
+    ExplainReport,
+    PeakSaving,
+    Picture,
+    RankParts,
+    WaitCause,
+    marks_in,
+)
 from workbench.reports.step_text import slow_rank_evidence, slow_rank_fault, time_words, unreduced_fault
 from workbench.trace.columns import Trace, steps
 from workbench.trace.schema import Header
@@ -196,7 +203,7 @@ class StepStudy:
 
     def share(self, group: Group) -> float:
         """Return the fraction of the step that a part takes, over all ranks."""
-        return sum(each.groups_ns[group] for each in self.ranks) / max(len(self.ranks), 1) / self.mean_ns
+        return sum(each.groups_ns[group] for each in self.ranks) / max(sum(each.step_ns for each in self.ranks), 1)
 
     @cached_property
     def missing(self) -> str:
@@ -224,8 +231,8 @@ class StepStudy:
         return ["what is compute: no forward or backward is recorded, so all but waits and copies counts as host"]
 
     def _not_last(self) -> list[str]:
-        here = [each.last.rank[each.collectives.step == self.timed] for each in self.times.values()]
-        last = np.concatenate(here) if here else np.empty(0, np.int64)
+        here = (each.last.rank[each.collectives.step == self.timed] for each in self.times.values())
+        last = np.concatenate([np.empty(0), *here])
         found = []
         if len(last) and (last == UNTOLD).mean() > _UNKNOWN:
             share = format_share(float((last == UNTOLD).mean()))
@@ -254,7 +261,7 @@ class StepStudy:
         answer: Fault,
         picture: Picture | None,
         evidence: Evidence,
-        **more: Any,  # noqa: ANN401 - fields
+        savings: tuple[PeakSaving, ...] = (),
     ) -> ExplainReport:
         """Return the report of an answer about times, with :attr:`fault`.
 
@@ -263,7 +270,7 @@ class StepStudy:
             answer: the answer.
             picture: the view that shows it.
             evidence: its evidence with the events; that of :attr:`fault` is added.
-            more: further fields of the report.
+            savings: what would lower the peak.
         """
         marks = marks_in({**self.fault_evidence, **evidence})
         answer = replace(answer, evidence=(*answer.evidence, *self.unfinished(subject)))
@@ -279,7 +286,7 @@ class StepStudy:
             ranks=self.ranks,
             waits=tuple(_wait_cause(self.header, wait) for wait in self.waits),
             marks={line: marks[line] for line in answer.evidence if line in marks},
-            **more,
+            savings=savings,
         )
 
     def unknown(self, subject: str, reason: str) -> ExplainReport:

@@ -22,6 +22,10 @@ DATA = "different-data"
 DRIFT, UNEVEN_COPIES = "drifting-replica", "uneven-copies"
 """Rules of faults with which the comparison holds, and the model is still not one."""
 
+_SETTINGS, _COUNTERS = "other-settings", "optimizer-counters"
+_CAUSES_OF_DRIFT = (_SETTINGS, _COUNTERS)
+"""Rules of faults that may have made the replicas drift."""
+
 _CLOSE = 5e-3  # relative difference of two numbers that count as equal
 
 Differences = Sequence[StepDifferences]
@@ -50,6 +54,8 @@ def faults_of(by_rank: Sequence[VerifyReply]) -> tuple[Fault, ...]:
     if not causes:
         causes = list(filter(None, [_uneven_copies(by_rank)]))
     found = [_drift(by_rank), *causes[:1], _left_out(by_rank)]  # further causes may be consequences
+    if causes and causes[0].rule in _CAUSES_OF_DRIFT:
+        found[:2] = reversed(found[:2])
     return tuple(fault for fault in found if fault is not None)
 
 
@@ -206,7 +212,7 @@ def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
     ordered = sorted(groups.items(), key=lambda each: (bool(odd) and each[1][0] not in odd, -each[1][0]))
     first = next((step.name for step in by_rank[0].copy), "")
     return Fault(
-        rule="other-settings",
+        rule=_SETTINGS,
         verdict=f"the optimizers differ: {option} is "
         + ", and ".join(f"{value} on {label(ranks)}" for value, ranks in ordered[:4]),
         evidence=(
@@ -419,7 +425,8 @@ def _unaveraged(differences: Differences) -> Fault | None:
         verdict=f"gradients of {some} were never averaged: each rank steps with those of its own batch",
         evidence=(f"on every rank they equal this rank's gradients before any average: {listed(names)}",),
         fix="call the wrapper, model(x), not model.module(x), and run the last forward and backward before "
-        "optimizer.step() outside model.no_sync()",
+        "optimizer.step() outside model.no_sync(); if they were added or unfrozen after the wrapper was made, make it "
+        "again",
     )
 
 
@@ -548,7 +555,7 @@ CAUSES: tuple[Callable[[Differences], Fault | None], ...] = (
 _OF_NORMS = (_partial_norm, _uneven_batches)
 """Those that compare norms of gradients between ranks: they are equal where all ranks average the same parameters."""
 
-_BEFORE_COUNTERS = (DATA, "not-finite", "rank-not-stepped", "rank-stepped-twice", "other-settings")
+_BEFORE_COUNTERS = (DATA, "not-finite", "rank-not-stepped", "rank-stepped-twice", _SETTINGS)
 """Rules of causes of which other counters may be a consequence."""
 
 
@@ -626,7 +633,7 @@ def _of_counters(verdict: str, steps: Sequence[Mapping[str, int | None]]) -> Fau
     for rank, own in enumerate(steps):
         texts.setdefault(_in_words(own), []).append(rank)
     return Fault(
-        rule="optimizer-counters",
+        rule=_COUNTERS,
         verdict=verdict,
         evidence=tuple(f"{label(ranks)}: {text}" for text, ranks in texts.items() if text),
         fix="load the same checkpoint of the optimizer on every rank, with torch.distributed.checkpoint.state_dict",

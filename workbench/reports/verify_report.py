@@ -145,6 +145,7 @@ def verify_report(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         buffers=by_rank_words([", ".join(verified.buffers_not_finite) for verified in by_rank]),
         since=_since([verified.since for verified in by_rank]),
         notes=(
+            *_passed_again(by_rank),
             *_notes("", [verified.unmanaged for verified in by_rank]),
             *_not_seen(by_rank),
             *notes_of([resume.notes for resume in resumes]),
@@ -162,6 +163,11 @@ def _notes(model: str, by_rank: Sequence[UnmanagedState]) -> tuple[str, ...]:
     params, hooks = ({name: None for rank in by_rank for name in getattr(rank, kind)} for kind in ("params", "hooks"))
     buffers = differing([rank.buffers for rank in by_rank])
     return unmanaged_sentences({model: tuple(params)}, tuple(hooks), {model: buffers})
+
+
+def _passed_again(by_rank: Sequence[VerifyReply]) -> tuple[str, ...]:
+    found = listed(by_rank[0].arguments) if by_rank[0].arguments else ""
+    return (f"the step function got {found} as in its last call by the script",) if found else ()
 
 
 def _not_seen(by_rank: Sequence[VerifyReply]) -> tuple[str, ...]:

@@ -41,7 +41,15 @@ from workbench.runtime.checkpoint_files import CheckpointRecord, SafePlanner, Sa
 from workbench.runtime.checkpoint_writer import CheckpointWriter, agree, begin_checkpoint
 from workbench.runtime.command_handlers import RankContext, does
 from workbench.runtime.namespace import lookup, optimizers_of, variables
-from workbench.runtime.training_state import TrainingObjects, capture, drop_gradients, local_part, params_of, restore
+from workbench.runtime.training_state import (
+    TrainingObjects,
+    capture,
+    drop_gradients,
+    local_part,
+    params_of,
+    restore,
+    unreached,
+)
 
 RANKS = "ranks"
 """The part of a checkpoint that has what single ranks had."""
@@ -231,6 +239,7 @@ def state_to_save(objects: TrainingObjects) -> tuple[dict[str, Any], tuple[str, 
     notes = [f"{name} is left out: it trains no parameter of a model" for name in stray]
     notes += [f"the position of {name} is left out: it has no state_dict()" for name in objects.loaders]
     notes += positions_left_out(objects)
+    notes += [f"{each} is left out" for each in unreached(variables())]
     notes += [note for name in owners for note in _options_differ(name, [each.get(name, {}) for each in by_rank])]
     return state, tuple(notes)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType
-from typing import cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,9 +17,9 @@ from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Lint
 from workbench.protocol.lint_reply import LintReply, RankComparison
 from workbench.runtime.command_handlers import RankContext, does
-from workbench.runtime.emptied_tensors import held
 from workbench.runtime.lint_rules import copied_places, rules
 from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUnit
+from workbench.runtime.loop_steps import held_ids
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import find_module, module_names, variables
 from workbench.runtime.recorder import Recorder
@@ -115,15 +114,10 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
         units = (unit for unit in recorder.header.units if unit.in_use)
         return [LintUnit(info=unit, tensors=recorder.tensors(unit.index)) for unit in units]
 
-    def holds(index: int, ids: set[int]) -> bool:
-        tensors = recorder.tensors(index).values()
-        placed = (held(cast("nn.Module", owner), name) for each in tensors for owner, name in each.places)
-        return any(id(each) in ids for each in (*(each.shard for each in tensors), *placed))
-
     return TrainingHistory(
         unreduced=watch.unreduced,
         backwards=watch.backwards,
-        held=holds,
+        held=lambda index, ids: not ids.isdisjoint(held_ids(recorder, index)),
         survives=lambda index: _keeps_waiting_grads(recorder.header.units[index]),
         copies=lambda: copied_places(known()),
         is_aside=lambda: recorder.is_aside,

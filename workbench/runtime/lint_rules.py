@@ -16,8 +16,9 @@ import os
 import sys
 import textwrap
 import weakref
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
-from workbench.base.fault import Fault, buffers_differ, hook_never_called, in_no_unit, listed
+from workbench.base.fault import Fault, added_late, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.base.text_formats import plural
 from workbench.engine._torch import is_fake
 from workbench.engine.full_param import local_tensor
@@ -49,6 +50,7 @@ from workbench.runtime.lint_target import (
     full_nbytes,
     rule,
 )
+from workbench.runtime.step_counters import count_in
 from workbench.runtime.training_history import OptimizerHistory
 
 TOY_NBYTES = 1 << 20
@@ -218,8 +220,14 @@ def _buffers(target: LintTarget) -> dict[str, torch.Tensor]:
 @rule(Damage.NUMBERS, named="in-no-unit")
 def trained_in_no_unit(target: LintTarget) -> Iterator[Finding]:
     """Trained parameters in no unit: nothing averages their gradients."""
-    if target.in_no_unit:
-        yield in_no_unit(target.name, target.in_no_unit)
+    unknown, late = target.ignored, target.late
+    found = [name for name in target.in_no_unit if name not in unknown and name not in late]
+    if found:
+        yield in_no_unit(target.name, found)
+    if late:
+        yield added_late(late)
+    if unknown:
+        raise Abstains(f"what averages the gradients of {listed(unknown)}, which the wrapper ignores, is unknown")
 
 
 @rule(Damage.NUMBERS)
@@ -336,13 +344,20 @@ def no_zero_grad(target: LintTarget) -> Iterator[Finding]:
             )
 
 
-def _digests(unit: LintUnit) -> dict[str, int]:
+_EQUAL_AT_FIRST = (
+    "find what changed them on some ranks alone since DistributedDataParallel made them equal, such as a checkpoint "
+    "that not all ranks have loaded; then load one on every rank"
+)
+
+
+def _digests(unit: LintUnit, left_out: Container[str] = ()) -> dict[str, int]:
     """Return a checksum of each parameter of a unit, by name and the ranks that should have the same."""
     ranks = ", ".join(map(str, unit.replicas or ()))
     return {
         f"{name} on ranks {ranks}": digest(_tensor(tensors))
         for name, param, tensors in unit.named()
-        if param.shape == param.global_shape  # else tensor parallelism has split it, in another way on each rank
+        # else tensor parallelism has split it, in another way on each rank
+        if param.shape == param.global_shape and name not in left_out
     }
 
 
@@ -359,7 +374,7 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
             continue
         are_causes = (unit.info.index in past.unreduced or _num_bypassed(unit, past) for *_, past in target.trained)
         if not any(are_causes):
-            digests |= _digests(unit)
+            digests |= _digests(unit, target.in_no_unit)
     if not _has_tensor_parallelism(target):
         apart = {clean(name) for unit in target.units for name in unit.tensors} | {*target.in_no_unit}
         digests |= {
@@ -371,10 +386,13 @@ def replicas_differ(target: LintTarget) -> Iterator[Finding]:
         fault=Fault(
             rule="replicas-differ",
             verdict=f"ranks hold different values of replicated parameters of {target.name}",
-            fix=f"give all ranks the same: torch.manual_seed(0) before {target.name} is built, or load one checkpoint "
+            fix=_EQUAL_AT_FIRST
+            if not any(unit.info.runner.splits for unit in target.units)
+            else f"give all ranks the same: torch.manual_seed(0) before {target.name} is built, or load one checkpoint "
             "on every rank",
         ),
         digests=digests,
+        model=target.name,
     )
     if unknown:
         raise Abstains(f"the ranks that replicate {listed(unknown)} are unknown")
@@ -585,6 +603,50 @@ def sampler_seeds_differ(target: LintTarget) -> Iterator[Finding]:
         ),
         digests={name: hash((each.seed, each.epoch)) for name, each in _samplers(target) if each.shuffle},
     )
+
+
+@rule(Damage.NUMBERS, named="options-differ")
+def unequal_options(target: LintTarget) -> Iterator[Finding]:
+    """Options of an optimizer, such as its learning rate, or its number of steps, that differ between ranks."""
+    yield RankComparison(
+        fault=Fault(
+            rule="options-differ",
+            verdict="ranks take steps with different {names}",
+            fix="change options alike on all ranks: what decides, such as the loss that ReduceLROnPlateau.step() gets, "
+            "is to be all-reduced before; then load one checkpoint on every rank",
+        ),
+        digests={
+            f"{name}.param_groups[{place}]['{option}']": hash(value)
+            for name, optimizer, _ in target.trained
+            for place, group in enumerate(optimizer.param_groups)
+            for option, value in _numbers(group)
+        },
+        model=target.name,
+    )
+    steps = {name: _num_steps(optimizer) for name, optimizer, _ in target.trained}
+    yield RankComparison(
+        fault=Fault(
+            rule="options-differ",
+            verdict="the state of {names} is of other steps on each rank, as after a resume of some ranks alone",
+            fix="load one checkpoint of the model and the optimizer on every rank",
+        ),
+        digests={name: number for name, number in steps.items() if number},
+        model=target.name,
+    )
+
+
+def _num_steps(optimizer: Optimizer) -> int:
+    """Return the most steps that an optimizer has counted for a parameter; 0 if it counts none."""
+    return max((count_in(state) or 0 for state in optimizer.state.values()), default=0)
+
+
+def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a group of parameters that are numbers, or several: their hashes are equal on all ranks."""
+    for option, value in group.items():
+        plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        several = plain if isinstance(plain, tuple | list) else (plain,)
+        if option != "params" and all(isinstance(each, int | float) for each in several):
+            yield option, tuple(several)
 
 
 @rule(Damage.NUMBERS)
@@ -1006,7 +1068,8 @@ def checkpoint_on_every_rank(target: LintTarget) -> Iterator[Finding]:
     """A checkpoint of the whole model that several ranks of a host read into their memory.
 
     Told where the model, or the module that was sharded, took most of its elements from tensors that ``torch.load`` has
-    allocated. What is mapped from a file is not, with ``mmap=True`` or safetensors: ranks share its pages.
+    allocated, or from copies of a file's tensors, such as in another dtype, also within ``from_pretrained``. What is
+    mapped from a file is neither, with ``mmap=True`` or safetensors: ranks share its pages.
     """
     whole = sum(
         math.prod(shape) for unit in target.sharded for param in unit.info.params for _, shape, _ in parts_of(param)
@@ -1021,13 +1084,9 @@ def checkpoint_on_every_rank(target: LintTarget) -> Iterator[Finding]:
             fault=Fault(
                 rule="checkpoint-on-every-rank",
                 verdict=f"ranks of one host each read the whole checkpoint of {target.name} into memory: {{names}}",
-                fix="read it on rank 0 alone: state = torch.load(file) if rank == 0 else {}; after sharding, on all "
-                f"ranks: set_model_state_dict({target.name}, state, options=StateDictOptions(full_state_dict=True, "
-                "broadcast_from_rank0=True)), of torch.distributed.checkpoint.state_dict. Or no rank reads all: build "
-                "on the meta device, shard, to_empty, torch.distributed.checkpoint.load of a folder that "
-                "python -m torch.distributed.checkpoint.format_utils torch_to_dcp has made. Or torch.load(mmap=True)",
+                fix=(_PRETRAINED_FIX if read.is_pretrained else _READ_FIX).format(target.name),
             ),
-            digests={read.words: hash((host, read.paths))},
+            digests={read.words: zlib.crc32(repr((host, read.paths)).encode())},  # hash() of text differs by process
             wants_equal=False,
         )
     elif target.rank % target.local_world_size:
@@ -1037,6 +1096,22 @@ def checkpoint_on_every_rank(target: LintTarget) -> Iterator[Finding]:
                     f"{os.path.basename(file.path)} is in memory, and what {target.name} took of it is unknown"
                 )
 
+
+_BROADCAST = (
+    "after sharding, on all ranks: set_model_state_dict({0}, state, options=StateDictOptions(full_state_dict=True, "
+    "broadcast_from_rank0=True)), of torch.distributed.checkpoint.state_dict. Or no rank reads all: build on the meta "
+    "device, shard, to_empty, torch.distributed.checkpoint.load of a folder that"
+)
+_READ_FIX = (
+    "read it on rank 0 alone: state = torch.load(file) if rank == 0 else {{}}; "
+    f"{_BROADCAST} python -m torch.distributed.checkpoint.format_utils torch_to_dcp has made. Or torch.load(mmap=True)"
+)
+_PRETRAINED_FIX = (
+    "from_pretrained(path, dtype='auto'), without disable_mmap, maps the files, and ranks share their pages; after "
+    "sharding, {0}.float() casts the shards alone. Or read it on rank 0 alone, and build it on the meta device: "
+    "state = from_pretrained(path).state_dict() if rank == 0 else {{}}; "
+    f"{_BROADCAST} torch.distributed.checkpoint.save has made; buffers that are not saved are then to be set"
+)
 
 _MOST = 0.9
 """The share of a model's elements from which a checkpoint is one of the whole model."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import CodeType
@@ -144,6 +144,20 @@ class LintTarget:
         """The names of the trained parameters whose gradients no engine averages."""
         first, *others = (model.unaveraged() for model in self.models)
         return [name for name in first if all(name in names for names in others)]
+
+    @functools.cached_property
+    def ignored(self) -> Sequence[str]:
+        """Those parameters in no unit that the user excluded from an engine: other code may average their gradients."""
+        return self._among(model.ignored() for model in self.models)
+
+    @functools.cached_property
+    def late(self) -> Sequence[str]:
+        """Those parameters in no unit that were added or unfrozen after an engine took the model."""
+        return self._among(model.late() for model in self.models)
+
+    def _among(self, names: Iterable[Sequence[str]]) -> Sequence[str]:
+        told = set().union(*names)
+        return [name for name in self.in_no_unit if name in told]
 
     @functools.cached_property
     def buffer_sums(self) -> Mapping[str, int]:

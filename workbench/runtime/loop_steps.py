@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -17,8 +19,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import local_of
-from workbench.events import Category, Edge
+from workbench.engine.backends.memory_aliasing import storage_address
+from workbench.events import NOT_SPLIT, Category, Edge
 from workbench.models.patches import Patches
+from workbench.runtime.emptied_tensors import held
 from workbench.runtime.recorder import NO_STEP, Recorder
 
 
@@ -35,6 +39,7 @@ class LoopSteps:
         optimizer_steps: number of optimizer steps on this rank.
         trained_steps: number of steps that led to the current state of the training; a checkpoint sets it.
         has_stepped: whether no training forward ran since the last step of an optimizer.
+        is_repeating: whether what runs off the record repeats, and so leads to the state, what was done before.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -45,6 +50,7 @@ class LoopSteps:
         self._state: weakref.WeakKeyDictionary[Optimizer, _StateBytes] = weakref.WeakKeyDictionary()
         self.optimizer_steps = self.trained_steps = 0
         self.has_stepped = True
+        self.is_repeating = False
 
     def install(self, patches: Patches | None = None) -> list[RemovableHandle]:
         """Watch every forward and every optimizer of the process; return the handles of the optimizer hooks.
@@ -108,10 +114,10 @@ class LoopSteps:
 
     def _end_step(self) -> None:
         """End the step, and begin the next if no forward will announce it."""
+        self.trained_steps += self.is_repeating or not self._recorder.is_aside
         if self._recorder.is_aside:
             return
         self._recorder.end_step()
-        self.trained_steps += 1
         if self._first_of_program is not None and not self._has_forwards:
             self._recorder.next_step = max(self._recorder.next_step, self._first_of_program + 1)
             self._begin_step(is_expected=True)
@@ -127,7 +133,7 @@ class LoopSteps:
             known = self._state[optimizer] = _StateBytes(self._recorder)
         if changed or known.entries != len(optimizer.state):
             known.entries = len(optimizer.state)
-            known.set(state_bytes(optimizer))
+            known.set(state_bytes(optimizer, _split_params(self._recorder)))
 
 
 class SampledSteps(LoopSteps):
@@ -164,19 +170,49 @@ class _StateBytes:
     def __init__(self, recorder: Recorder) -> None:
         self.entries = 0
         self._recorder = recorder
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()
 
-    def set(self, num_bytes: int) -> None:
-        """Record the difference to the last value."""
-        delta, self._num_bytes = num_bytes - self._num_bytes, num_bytes
-        if delta:
-            self._recorder.memory(Category.OPTIMIZER_STATE, -1, delta)
+    def set(self, num_bytes: Counter[str]) -> None:
+        """Record the differences to the last values, by owner."""
+        before, self._num_bytes = self._num_bytes, num_bytes
+        for owner in {**before, **num_bytes}:
+            if delta := num_bytes[owner] - before[owner]:
+                self._recorder.memory(Category.OPTIMIZER_STATE, -1, delta, owner)
 
     def __del__(self) -> None:
-        self.set(0)
+        self.set(Counter())
 
 
-def state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of an optimizer's state tensors on this rank, without padding."""
-    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor))
-    return sum((local_of(v) if isinstance(v, DTensor) else v).nbytes for v in values)
+def state_bytes(optimizer: Optimizer, is_split: Callable[[torch.Tensor], bool] = lambda _: False) -> Counter[str]:
+    """Return the bytes of an optimizer's state tensors on this rank, without padding.
+
+    Args:
+        optimizer: the optimizer.
+        is_split: whether a parameter is of a sharded unit: its state has no owner, that of others :data:`NOT_SPLIT`.
+    """
+    found: Counter[str] = Counter()
+    for param, state in optimizer.state.items():
+        values = (v for v in state.values() if isinstance(v, torch.Tensor))
+        num_bytes = sum((local_of(v) if isinstance(v, DTensor) else v).nbytes for v in values)
+        found["" if is_split(param) else NOT_SPLIT] += num_bytes
+    return found
+
+
+def _split_params(recorder: Recorder) -> Callable[[torch.Tensor], bool]:
+    """Return what tells whether an optimizer's parameter is of a sharded unit, or shares memory with one that is."""
+    units = [unit.index for unit in recorder.header.units if unit.in_use and unit.shard_size > 1]
+    ids = set().union(*(held_ids(recorder, unit) for unit in units))
+    shards = (each.shard for unit in units for each in recorder.tensors(unit).values())
+    addresses = {_address(shard) for shard in shards if isinstance(shard, torch.Tensor)} - {0}
+    return lambda param: id(param) in ids or _address(param) in addresses
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return storage_address(local_of(tensor) if isinstance(tensor, DTensor) else tensor)
+
+
+def held_ids(recorder: Recorder, unit: int) -> set[int]:
+    """Return the ids of the parameters of a unit that an optimizer may hold."""
+    tensors = recorder.tensors(unit).values()
+    placed = (held(cast("nn.Module", owner), name) for each in tensors for owner, name in each.places)
+    return {id(each) for each in (*(each.shard for each in tensors), *placed)}

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine._torch import local_of
 from workbench.runtime.namespace import OFFERED, user_namespace
 from workbench.runtime.program_state import RandomStates, fingerprint, is_iterator, reachable
+from workbench.runtime.training_state import unreached
 
 _OF_LAST_MODEL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DTensor, DeviceMesh)
 
@@ -38,7 +39,8 @@ def begin_again() -> None:
     """Set variables and random number generators as in a new process; what the cells do not make again is kept."""
     own = user_namespace()
     names = [name for name in own if name in OFFERED or not (name.startswith("_") or name in _hidden())]
-    _before.update(_shown())
+    if not _before:  # else another rank was lost while the cells were repeated
+        _before.update(_shown())
     _kept.update({name: own.pop(name) for name in names})
     for name, value in [*_kept.items()]:
         if name in OFFERED or isinstance(value, _OF_LAST_MODEL):
@@ -61,7 +63,8 @@ def give_back() -> dict[str, list[str]]:
     _kept.clear()
     _before.clear()
     own.update(found)
-    return {"kept": sorted(found), "other": sorted({name.partition("[")[0] for name in other})}
+    other = sorted({name.partition("[")[0] for name in other})
+    return {"kept": sorted(found), "other": [*other, *unreached(own)]}
 
 
 def _shown() -> dict[str, object]:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from workbench.engine.full_param import local_tensor
@@ -56,7 +57,7 @@ class ProgramState:
     """
 
     def __init__(self, variables: dict[str, Any], models: Iterable[nn.Module] = ()) -> None:
-        self.optimizers: list[torch.optim.Optimizer] = []
+        self.optimizers: list[Optimizer] = []
         self.random = RandomStates()
         self._kept: list[_Kept] = []
         self._holders: list[_Holder] = []
@@ -84,8 +85,8 @@ class ProgramState:
         """
         for holder in self._replaceable:
             for key, value in holder.saved.items():
-                if id(value) in replaced:
-                    holder.put(key, replaced[id(value)])
+                if (new := _replaced(value, replaced)) is not value:
+                    holder.put(key, new)
         for iterator in self._iterators.values():
             iterator.is_recording = True
         try:
@@ -147,7 +148,7 @@ class ProgramState:
 
     def _visit_object(self, value: Any, found: _Reached) -> None:  # noqa: ANN401 - anything
         may_replace = found.may_replace
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, Optimizer):
             self.optimizers.append(value)
             may_replace = False
         is_data = found.is_data or isinstance(value, Dataset)
@@ -176,6 +177,19 @@ class ProgramState:
         else:
             found, key = RewindableIterator(iterator, self._tape), id(iterator)
         return self._iterators.setdefault(key, found)
+
+
+def _replaced(value: Any, by: Mapping[int, object]) -> Any:  # noqa: ANN401 - anything
+    """Return what a run uses in the place of a value, also within tuples and as the object of a method."""
+    if id(value) in by:
+        return by[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in by:
+        return types.MethodType(value.__func__, by[id(value.__self__)])
+    if isinstance(value, tuple) and len(value) <= _MANY:
+        parts = [_replaced(each, by) for each in value]
+        if any(new is not old for new, old in zip(parts, value, strict=True)):
+            return type(value)._make(parts) if hasattr(value, "_make") else tuple(parts)
+    return value
 
 
 @dataclass(frozen=True)
@@ -210,7 +224,8 @@ def _others_in(value: Any) -> list[Any]:  # noqa: ANN401 - anything
 def reachable(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the variables and what they reach, each with its expression, the nearest first; an object is entered once.
 
-    Lists, dicts, closures, and objects of the program's classes are entered; modules, tensors and optimizers are not.
+    Lists, dicts, closures, and objects, classes and modules of the program are entered; neither are models, tensors and
+    optimizers nor the frames of generators.
     """
     entered: set[int] = set()
     found = [(name, value) for name, value in variables.items() if not name.startswith("_") and name not in _HISTORY]
@@ -218,7 +233,7 @@ def reachable(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from found
         new = [(name, value) for name, value in found if not isinstance(value, _ATOMS) and id(value) not in entered]
         entered.update(id(value) for _, value in new)
-        below = ((f"{name}{step}", part) for name, value in new for step, part in _parts_of(value))
+        below = (part for name, value in new for part in _parts_of(name, value))
         found = [(name, part) for name, part in below if id(part) not in entered]
 
 
@@ -234,26 +249,51 @@ def fingerprint(value: object) -> object:
     return repr(value) if isinstance(value, (int, float, complex, str)) else None
 
 
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
-    """Yield what a value refers to, each with the end of its expression."""
-    if isinstance(value, (list, tuple)):
-        yield from ((f"[{place}]", each) for place, each in enumerate(value) if len(value) <= _FEW)
+def _parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
+    """Yield what a value refers to, each with its expression, which begins with ``name``, or with that of a module."""
+    if isinstance(value, (list, tuple, deque)):
+        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value) if len(value) <= _FEW)
     elif isinstance(value, dict):
-        yield from ((f"[{key!r}]", each) for key, each in value.items() if len(value) <= _FEW)
+        yield from ((f"{name}[{key!r}]", each) for key, each in value.items() if len(value) <= _FEW)
     elif isinstance(value, functools.partial):
-        yield from ((f".args[{place}]", each) for place, each in enumerate((value.func, *value.args)))
-        yield from ((f".{name}", each) for name, each in value.keywords.items())
+        yield from ((f"{name}.args[{place}]", each) for place, each in enumerate((value.func, *value.args)))
+        yield from ((f"{name}.{key}", each) for key, each in value.keywords.items())
     elif isinstance(value, types.MethodType):
-        yield ".self", value.__self__
-    elif isinstance(value, types.FunctionType) and _is_of_program(value.__module__):
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if cell != types.CellType():
-                yield f".{name}", cell.cell_contents
-    elif isinstance(value, types.SimpleNamespace) or (
-        _is_of_program(type(value).__module__)
-        and not isinstance(value, (nn.Module, torch.Tensor, torch.optim.Optimizer, type))
-    ):
-        yield from ((f".{name}", each) for name, each in getattr(value, "__dict__", {}).items())
+        yield f"{name}.self", value.__self__
+        yield from _parts_of(name, value.__func__)
+    else:
+        yield from ((f"{name}.{key}", each) for key, each in _attributes_of(value))
+        if isinstance(value, (types.FunctionType, type)) and _is_of_program(value.__module__):
+            yield from _modules_of(value)
+
+
+def _attributes_of(value: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - anything
+    """Yield what a function, module, class or object of the program refers to, each with its name."""
+    if isinstance(value, types.SimpleNamespace):
+        yield from vars(value).items()
+    elif isinstance(value, types.FunctionType):
+        if _is_of_program(value.__module__):
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((key, cell.cell_contents) for key, cell in cells if cell != types.CellType())
+            yield from ((f"__defaults__[{place}]", each) for place, each in enumerate(value.__defaults__ or ()))
+            yield from {**(value.__kwdefaults__ or {}), **vars(value)}.items()
+    elif isinstance(value, types.ModuleType):
+        if _is_of_program(value.__name__):
+            yield from ((key, each) for key, each in vars(value).copy().items() if not key.startswith("__"))
+    elif isinstance(value, type):
+        if _is_of_program(value.__module__):
+            yield from _ClassAttributes(value).saved.items()
+    elif _is_of_program(type(value).__module__) and not isinstance(value, (nn.Module, torch.Tensor, Optimizer)):
+        for holder in _of_object(value):
+            yield from holder.saved.items()
+        yield "__class__", type(value)
+
+
+def _modules_of(value: Any) -> Iterator[tuple[str, types.ModuleType]]:  # noqa: ANN401 - a function or class
+    """Yield the imported module that a function or class is from, with its name."""
+    name = value.__module__
+    if name not in {None, "__main__"} and name in sys.modules:
+        yield name, sys.modules[name]
 
 
 @functools.cache

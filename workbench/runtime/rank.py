@@ -29,6 +29,7 @@ from workbench.engine import backends, process_groups
 from workbench.engine._torch import untried
 from workbench.engine.backends import backend_of
 from workbench.engine.cancellable_waits import cancellation
+from workbench.engine.process_groups import GROUP_NUMBERS
 from workbench.errors import ClusterError
 from workbench.events import UNIT_INDICES, Category, Edge, Kind, Phase, Unit
 from workbench.models.c10d import sees_all_collectives
@@ -79,7 +80,7 @@ from workbench.runtime import (
     text_bars,
     tracebacks,
 )
-from workbench.runtime.checkpoint_reads import CheckpointReads
+from workbench.runtime.checkpoint_reads import SHARDING, CheckpointReads
 from workbench.runtime.checkpoint_writer import CheckpointWriter
 from workbench.runtime.checkpoints import Saver
 from workbench.runtime.command_handlers import DOES, ActiveFault, does
@@ -97,9 +98,10 @@ from workbench.runtime.rss_sampler import RssSampler
 from workbench.runtime.script_runner import ScriptRunner
 from workbench.runtime.snapshots import SNAPSHOTS, flat_bytes, plain_variables
 from workbench.runtime.stacks import raised_line, stacks, user_line
-from workbench.runtime.trainer import Trainer
+from workbench.runtime.step_calls import step_names
+from workbench.runtime.trainer import Trainer, passed_again
 from workbench.runtime.training_history import TrainingHistory
-from workbench.runtime.training_state import TrainingObjects, capture
+from workbench.runtime.training_state import TrainingObjects, capture, unreached
 from workbench.runtime.verify import verify
 from workbench.trace import header_from_dict, header_to_dict, key_frame_from_dict, key_frame_to_dict
 from workbench.trace.row_compression import to_wire
@@ -331,12 +333,12 @@ class RankRuntime:
         """Return what was recorded since ``known``, and the rank's position."""
         self.watch.settle()
         drained = self.recorder.drain(known.next_seq)
-        version = self.recorder.header_version
+        version, header = self.recorder.header_since(known.header_version)
         return DrainReply(
             rows=memoryview(to_wire(drained.rows)),
             lost=drained.lost,
             key_frame=key_frame_to_dict(drained.key_frame),
-            header=header_to_dict(self.recorder.header) if version != known.header_version else None,
+            header=None if header is None else header_to_dict(header),
             header_version=version,
             position=self.position(),
         )
@@ -370,6 +372,7 @@ class RankRuntime:
                     modules=tuple(module_names()),
                     variables=tuple(sorted(variables())),
                     classes=tuple(sharding.class_names()),
+                    steps=step_names(),
                 )
             case ListModels():
                 answer = shard_planning.models(self.watch.models_in, self.history.never_cleared)
@@ -403,7 +406,7 @@ def _snapshot(_: Snapshot, rank: RankRuntime) -> SnapshotReply:
     """Take a snapshot, and wait until it has arrived."""
     reply = rank.take_snapshot(0)
     SNAPSHOTS.finish()
-    return replace(reply, kept_bytes=SNAPSHOTS.num_bytes)
+    return replace(reply, kept_bytes=SNAPSHOTS.num_bytes, left_out=tuple(unreached(variables())))
 
 
 @does(Verify)
@@ -412,7 +415,8 @@ def _verify(command: Verify, rank: RankRuntime) -> VerifyReply:
     steps_before = rank.trainer.optimizer_steps
     try:
         with rank.recorder.unrecorded():
-            return replace(verify(command, rank), since=rank.trainer.not_finite_since)
+            found, given = verify(command, rank), passed_again(command.fn)
+            return replace(found, since=rank.trainer.not_finite_since, arguments=given)
     finally:
         rank.trainer.optimizer_steps = steps_before
         rank.account_optimizers()
@@ -461,6 +465,7 @@ def boot(data: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON data
     backends.tell_host(request.host.identity)
     process_reset.note_birth()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // request.local_world_size))
+    GROUP_NUMBERS.next = 0 if past is None else len(header_from_dict(past.header).comm_groups)
     recorder = Recorder(Header(world_size=request.world_size), now_ns=backend.now_ns)
     trainer = Trainer(recorder)
     private = PrivateStates(private_file(request.session, request.rank)) if request.session else None
@@ -571,6 +576,7 @@ def _sample_memory(runtime: RankRuntime) -> int:
     resident = RssSampler(runtime.recorder.resident)
     runtime.recorder.on_phase = resident.sample
     runtime.reads.on_read = resident.sample
+    runtime.recorder.on_unit = partial(resident.sample, SHARDING)
     return resident.num_bytes()
 
 
@@ -628,6 +634,7 @@ def begin_replay() -> None:
     runtime = this_rank()
     runtime.replay = ReplayedSteps(runtime.recorder.next_step, runtime.trainer.optimizer_steps, ExitStack())
     runtime.replay.held.enter_context(runtime.recorder.unrecorded())
+    runtime.trainer.is_repeating = True
 
 
 def marks() -> Any:  # noqa: ANN401 - JSON data
@@ -638,20 +645,27 @@ def marks() -> Any:  # noqa: ANN401 - JSON data
     return encode(replace(SNAPSHOTS.marks(), replica=this_rank().hold_replica()))
 
 
-def snapshot_bytes() -> dict[str, int]:
-    """Return the bytes of the tensors in a snapshot of this rank's state now, and whether an optimizer has none yet."""
+def snapshot_bytes() -> dict[str, Any]:
+    """Return the bytes of a snapshot's tensors now, whether an optimizer has none yet, and what it would leave out."""
     runtime = this_rank()
     with runtime.watch.paused():
         runtime.reshard_models()
     objects = TrainingObjects.among(variables())
     grows = any(not optimizer.state for optimizer in objects.optimizers.values())
-    return {"num_bytes": flat_bytes(objects), "grows": grows}
+    return {"num_bytes": flat_bytes(objects), "grows": grows, "left_out": unreached(variables())}
 
 
 def private_steps() -> list[int]:
     """Return after which steps this rank, or the process whose place it took, wrote what only it held."""
     private = this_rank().private
     return [] if private is None else [each.state.step for each in private.read()]
+
+
+def lacks_objects(mark: dict[str, Any], step: int | None) -> bool:
+    """Return whether the state that this rank holds, as of :func:`put_back`, has objects that no cell has made."""
+    state = SNAPSHOTS.state_of(decode(SnapshotMark, mark, "mark") if step is None else None)
+    objects = TrainingObjects.among(variables())
+    return state is not None and bool(state.options.keys() - objects.optimizers or state.others.keys() - objects.others)
 
 
 def put_back(mark: dict[str, Any], sources: dict[int, int], step: int | None) -> None:
@@ -670,7 +684,7 @@ def put_back(mark: dict[str, Any], sources: dict[int, int], step: int | None) ->
         else:
             written = [] if runtime.private is None else runtime.private.read()
             private = max((each for each in written if each.state.step <= step), key=_step_of, default=None)
-            step = SNAPSHOTS.put_back_replica(sources, private, runtime.groups)
+            step = SNAPSHOTS.put_back_replica(sources, private, runtime.replicas, runtime.groups)
     runtime.trainer.trained_steps = step
     runtime.account_optimizers()
 
@@ -679,20 +693,24 @@ def _step_of(private: PrivateState) -> int:
     return private.state.step
 
 
-def end_replay() -> dict[str, list[str]]:
-    """Record again, from the next step on; return which variables were kept, and which are other than before."""
+def end_replay() -> dict[str, Any]:
+    """Record again, from the next step on.
+
+    Return its number, which variables were kept, and which are other than before.
+    """
     runtime = this_rank()
     if runtime.replay is not None:
         runtime.replay.held.close()
         runtime.recorder.next_step = runtime.replay.next_step
         runtime.trainer.optimizer_steps = runtime.replay.optimizer_steps
         runtime.replay = None
+        runtime.trainer.is_repeating = False
     SNAPSHOTS.replica = None
     runtime.account_snapshots()
     runtime.note_models()
     found = process_reset.give_back()
     runtime.write_private()
-    return found
+    return {**found, "next_step": runtime.recorder.next_step}
 
 
 def shutdown(*, goes_on: bool = False) -> None:

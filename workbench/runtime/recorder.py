@@ -14,6 +14,7 @@ not where compute waits for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -54,6 +55,7 @@ _BEGIN, _INSTANT = Edge.BEGIN, Edge.INSTANT
 _NO_COMM = (-1, -1)
 _KIND_AND_EDGE, _STEP_BEGINS = slice(8, 10), (Kind.STEP, Edge.BEGIN)  # of a row that is not packed
 _IS_BESIDE = np.isin(np.arange(256), list(BESIDE))
+_UNTIMED = frozenset({_ALLOC, _FREE, Kind.RESIDENT})  # of a collector, another thread or a model that is gone
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Recorder:
         device_clock: times at which the device reaches events; None where the host computes.
         on_forward: called when a forward begins outside of any step.
         on_phase: called when a step has begun and when the phase is about to change.
+        on_unit: called when a unit is new or has changed.
         on_issue: called when a collective has been recorded that is about to be issued, with its kind, unit, payload
             and group; None: not called.
         before_own: called before an event that the engine does not announce: edges of steps and optimizers.
@@ -130,6 +133,7 @@ class Recorder:
         self.header = header
         self.now_ns = now_ns
         self.header_version = 1
+        self._unit_versions = dict.fromkeys((unit.index for unit in header.units), 1)  # in which each last changed
         self.step = NO_STEP
         self.ordinal = 0
         self.num_issued = 0
@@ -138,6 +142,7 @@ class Recorder:
         self.device_clock: DeviceClock | None = None
         self.on_forward: Callable[[], None] = lambda: None
         self.on_phase: Callable[[], None] = lambda: None
+        self.on_unit: Callable[[], None] = lambda: None
         self.on_issue: Callable[[tuple[int, int, int, int]], None] | None = None
         self.before_own: Callable[[Kind, Edge], None] = lambda kind, edge: None
         self.next_step = 0
@@ -266,6 +271,7 @@ class Recorder:
         ]
         units[info.index : info.index + 1] = [info]
         self._change(dataclasses.replace(self.header, units=tuple(units)))
+        self.on_unit()
 
     def note_gone(self) -> None:
         """Mark units that no longer exist as gone in the header; called in the main thread, like all calls on units.
@@ -275,7 +281,7 @@ class Recorder:
         sources = self._sources
         gone = {u.index for u in self.header.units if u.in_use and not any(each.has(u.index) for each in sources)}
         if gone and sources:
-            units = tuple(dataclasses.replace(u, gone=u.index in gone or u.gone) for u in self.header.units)
+            units = tuple(dataclasses.replace(u, gone=True) if u.index in gone else u for u in self.header.units)
             self._change(dataclasses.replace(self.header, units=units))
 
     def note_unmanaged(self, params: tuple[str, ...], hooks: tuple[str, ...]) -> None:
@@ -303,7 +309,8 @@ class Recorder:
         """Open the next step; one that is still open ends.
 
         Args:
-            is_expected: whether nothing announces its begin: it is recorded when something follows it.
+            is_expected: whether nothing announces its begin: it is recorded when something of the step follows it,
+                which freed memory and late ends of collectives are not.
         """
         self.end_step()
         self.note_gone()
@@ -370,10 +377,11 @@ class Recorder:
         """
         with self._lock:
             self._pack()
-            if self._is_expected and len(self._new) == 1 and self._new[0][0][_KIND_AND_EDGE] == _STEP_BEGINS:
-                _, mark = self._new.pop()
+            if self._is_only_expected():
+                (_, mark), *others = [self._new.popleft() for _ in range(len(self._new))]
                 if mark is not None:
                     mark.row = NOBODYS
+                self._new.extendleft(((*row[:3], NO_STEP, *row[4:]), mark) for row, mark in reversed(others))
                 self.step, self.next_step = NO_STEP, self.step
         for mark in self._ends.values():
             mark.row = NOBODYS
@@ -536,18 +544,15 @@ class Recorder:
     def _pack(self) -> None:
         """Number the new rows and pack them into the ring; call it before reading.
 
-        The begin of a step that is only expected stays back while it is the newest row.
+        The begin of a step that is only expected stays back until a row of the step follows it.
         """
         with self._lock:
             if self._is_packing:  # an event announced itself within the loop below, which packs it too
                 return
             self._is_packing = True
             try:
-                while self._new:
+                while self._new and not self._is_only_expected():
                     row, mark = self._new.popleft()
-                    if self._is_expected and not self._new and row[_KIND_AND_EDGE] == _STEP_BEGINS:
-                        self._new.appendleft((row, mark))
-                        return
                     seq = self._head
                     _pack_row(self._ring, seq % self._capacity * _ROW_BYTES, seq, *row)
                     self._head = seq + 1
@@ -557,6 +562,15 @@ class Recorder:
                         self._fold()
             finally:
                 self._is_packing = False
+
+    def _is_only_expected(self) -> bool:
+        """Return whether the oldest new row is the begin of an expected step, of which no other row has come."""
+        if not self._is_expected or not self._new or self._new[0][0][_KIND_AND_EDGE] != _STEP_BEGINS:
+            return False
+        others = [row[_KIND_AND_EDGE] for row, _ in itertools.islice(self._new.copy(), 1, None)]
+        return len(others) < self._batch - 1 and all(
+            kind in _UNTIMED or (kind in NUMBERED and edge == Edge.END) for kind, edge in others
+        )
 
     def _fold(self) -> None:
         """Advance the key frame to the newest row, while its rows are still in the ring."""
@@ -583,10 +597,28 @@ class Recorder:
         return self._strings[text]
 
     def _change(self, header: Header) -> None:
+        version = self.header_version + 1
+        known = {id(unit) for unit in self.header.units}
+        self._unit_versions |= {unit.index: version for unit in header.units if id(unit) not in known}
         self.header = header
-        self.header_version += 1
+        self.header_version = version  # last: who reads it finds all of this version
 
     # ---- reading
+
+    def header_since(self, version: int) -> tuple[int, Header | None]:
+        """Return the version of the header, and what changed since an earlier version; called from another thread.
+
+        A session that makes many models has hundreds of units, of which a step changes none.
+
+        Returns:
+            The version, and the header with only the units that changed since ``version``; None if nothing did.
+        """
+        newest = self.header_version
+        if newest == version:
+            return newest, None
+        header = self.header
+        units = tuple(unit for unit in header.units if self._unit_versions.get(unit.index, 0) > version)
+        return newest, dataclasses.replace(header, units=units)
 
     def drain(self, next_seq: int = 0) -> DrainedRows:
         """Return the rows from number ``next_seq`` on that the ring still holds; called from another thread."""

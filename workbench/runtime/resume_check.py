@@ -39,6 +39,7 @@ from workbench.runtime.training_state import (
     local_part,
     model_tensors,
     params_of,
+    unreached,
 )
 
 _SHOWN = 3
@@ -99,7 +100,7 @@ def resumed(
         different=tuple(itertools.islice(different, _SHOWN)),
         fresh=tuple(fresh),
         not_held=tuple(name for name in _not_held(stepped, objects, held) if name not in fresh),
-        changed=tuple(changed),
+        changed=(*changed, *unreached(variables())),
         has_changed=any(not is_equal(value, before[name]) for name, value in expected.items()),
         dropout=next(iter(dropouts), "") if has_equal_random else "",
         detached=tuple(detached),
@@ -145,7 +146,7 @@ def _not_held(stepped: Iterable[Optimizer], objects: TrainingObjects, held: Mapp
     known = {id(each.param_groups) for each in held.values()}
     for optimizer in {id(each.param_groups): each for each in stepped if id(each.param_groups) not in known}.values():
         yield names.get(
-            id(optimizer.param_groups), f"an instance of {type(optimizer).__name__} that no variable reaches"
+            id(optimizer.param_groups), f"an instance of {type(optimizer).__name__} that no public variable reaches"
         )
 
 

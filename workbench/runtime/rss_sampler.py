@@ -39,9 +39,9 @@ class RssSampler:
             weakref.finalize(self, os.close, self._file)
 
     def sample(self, after: str = "") -> None:
-        """Record the current memory, unless a sample was taken a moment ago; ``after``: what has just ended."""
+        """Record the current memory, ``after`` what has just ended; if that has no name, not a moment after another."""
         now = self._clock()
-        if now >= self._next_ns and self._file is not None:
+        if (after or now >= self._next_ns) and self._file is not None:
             self._next_ns = now + EVERY_NS
             self._record(self.num_bytes(), after)
 

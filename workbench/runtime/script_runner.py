@@ -1,7 +1,8 @@
 """Scripts of ``%fsdp run`` on a rank: each runs as ``__main__`` in the cells' namespace, where its names stay.
 
 Of a function of the script that calls an optimizer, such as ``main()``, the models, optimizers and loaders stay too,
-and those of the objects that it has, such as a trainer.
+and those of the objects that it has, such as a trainer; and so do functions and methods that call one, with the
+arguments of their last call.
 
 The next script starts clean: the names of the last one are gone, its process groups are destroyed, and modules that lie
 beside a script are imported again.
@@ -9,6 +10,7 @@ beside a script are imported again.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import importlib.util
@@ -20,11 +22,11 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, MethodType, ModuleType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -43,6 +45,7 @@ from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.namespace import OFFERED, user_namespace
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.script_environment import as_under_torchrun
+from workbench.runtime.step_calls import Call, call_of, codes_of, keep_calls
 from workbench.runtime.trainer import Trainer
 
 _JOIN_S = 0.05
@@ -109,9 +112,14 @@ class ScriptRunner:
                 if command.module:
                     sys.argv[0] = program.code.co_filename
                 namespace.update(program.names)
-                with self._trainer.whole_program(), self._trainer.explained(), _kept_locals(program.code) as kept:
+                with (
+                    self._trainer.whole_program(),
+                    self._trainer.explained(),
+                    _kept_locals(program.code) as (kept, calls),
+                ):
                     _execute(program.code, namespace)
                     namespace.update({name: value for name, value in kept.items() if name not in namespace})
+                    keep_calls(calls)
                     _join({*threading.enumerate()} - threads)
                     self._trainer.wait_for_device()
                     steps_done = self._trainer.steps_of_program
@@ -216,40 +224,81 @@ def _execute(code: CodeType, namespace: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _kept_locals(code: CodeType) -> Iterator[dict[str, Any]]:
-    """Provide the variables of the program's functions that run at the first step of each optimizer in the body.
+def _kept_locals(code: CodeType) -> Iterator[tuple[dict[str, Any], dict[CodeType, Call]]]:
+    """Provide variables and calls of the program's functions that run at steps of optimizers in the body.
 
-    Those are kept that :data:`_KEPT` names, and such attributes of other variables, the script's own included: of a
-    trainer, for example. Of equal names, those at the first step of the newest optimizer count, then that of the
-    innermost function, and a variable before an attribute.
+    The variables are those at the first step of each optimizer, or of each function, the calls those at the last step.
+
+    Variables are kept that :data:`_KEPT` names, and such attributes of other variables, the script's own included: of a
+    trainer, for example; and these functions, and the objects of methods. Of equal names, those at the first step of
+    the newest optimizer count, then that of the innermost function, and a variable before an attribute.
     """
     kept: dict[str, Any] = {}
+    calls: dict[CodeType, Call] = {}
     stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     folder = os.path.dirname(os.path.abspath(code.co_filename))
 
     def keep(optimizer: Optimizer, *_: object) -> None:
-        frame = None if optimizer in stepped else inspect.currentframe()
-        stepped.add(optimizer)
-        found: dict[str, Any] = {}
-        attributes: dict[str, Any] = {}
+        frames, frame = [], inspect.currentframe()
         while frame is not None:
             if _is_of_script(frame.f_code.co_filename, code.co_filename, folder):
-                is_function = frame.f_code.co_name != "<module>"
-                for name, value in tuple(frame.f_locals.items()):
-                    if not isinstance(value, (*_KEPT, type, ModuleType)):
-                        attributes = {**_kept_in(getattr(value, "__dict__", {})), **attributes}
-                    elif is_function and isinstance(value, _KEPT):
-                        found.setdefault(name, value)
+                frames.append(frame)
             frame = frame.f_back
-        kept.update({**attributes, **found})
+        is_first, is_new = optimizer not in stepped, not calls.keys() >= {frame.f_code for frame in frames}
+        stepped.add(optimizer)
+        calls.update({frame.f_code: call_of(frame) for frame in frames})
+        if is_first:
+            kept.update(_kept_of(frames))
+        if is_first or is_new:
+            kept.update(_steps_of(frames, calls))
 
     handle = register_optimizer_step_pre_hook(keep)
     try:
-        yield kept
+        yield kept, calls
     finally:
         handle.remove()
 
 
+def _kept_of(frames: Sequence[FrameType]) -> dict[str, Any]:
+    """Return the variables of calls, the innermost first, that :data:`_KEPT` names, and such attributes of others."""
+    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
+    for frame in frames:
+        for name, value in tuple(frame.f_locals.items()):
+            if not isinstance(value, (*_KEPT, type, ModuleType)):
+                attributes = {**_kept_in(getattr(value, "__dict__", {})), **attributes}
+            elif _is_function(frame) and isinstance(value, _KEPT):
+                found.setdefault(name, value)
+    return {**attributes, **found}
+
+
+def _steps_of(frames: Sequence[FrameType], codes: Container[CodeType]) -> dict[str, Any]:
+    """Return the methods that calls run, the innermost first, and their variables that run one of ``codes``."""
+    methods: dict[str, MethodType] = {}
+    found: dict[str, Any] = {}
+    for frame in filter(_is_function, frames):
+        methods = {**_method(frame), **methods}
+        owners = {id(method.__self__) for method in methods.values()}
+        for name, value in tuple(frame.f_locals.items()):
+            if name != "self" and (id(value) in owners or any(each in codes for each in codes_of(value))):
+                found.setdefault(name, value)
+    return {**methods, **found}
+
+
+def _is_function(frame: FrameType) -> bool:
+    return frame.f_code.co_name != "<module>"
+
+
+def _method(frame: FrameType) -> dict[str, MethodType]:
+    """Return the method that a frame runs, by its name; empty if it is none, or a special one."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_name.startswith("__"):
+        return {}
+    found = getattr(frame.f_locals.get(code.co_varnames[0]), code.co_name, None)
+    return {code.co_name: found} if isinstance(found, MethodType) and code in codes_of(found) else {}
+
+
+@functools.lru_cache(maxsize=1024)
 def _is_of_script(filename: str, script: str, folder: str) -> bool:
     """Return whether a file is the script, or a module beside it."""
     return filename == script or os.path.dirname(os.path.abspath(filename)) == folder

@@ -71,6 +71,7 @@ def _model(name: str, model: nn.Module, models_in: ModelsIn) -> ModelInfo:
         suggested=tuple(sorted(sharding.repeated_class(model))),
         policy=sharding.policy_of(model),
         units=tuple(unit.index for each in engines for unit in each.units),
+        has_optimizer=bool(optimizers_of(model)),
     )
 
 

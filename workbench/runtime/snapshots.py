@@ -248,6 +248,14 @@ class Snapshots:
         self.replicas = replicas
         self.replica = _flattened(private.mark, private.over(state), None, private.plain)
 
+    def state_of(self, mark: SnapshotMark | None) -> TrainingSnapshot | None:
+        """Return the state of this rank's snapshot with a mark; without one, the state that it holds for its replicas.
+
+        The result is None if this rank has no such state.
+        """
+        found = [self.replica] if mark is None else [each for each in self.own if each.mark == mark]
+        return found[0].state if found and found[0] is not None else None
+
     def put_back(self, mark: SnapshotMark, sources: Mapping[int, int], groups: ProcessGroups) -> int:
         """Give all ranks the state of a snapshot; collective.
 
@@ -267,12 +275,19 @@ class Snapshots:
         self.own, self.held = [mine], [] if held is None else [held]
         return _put_back(mine)
 
-    def put_back_replica(self, sources: Mapping[int, int], private: PrivateState | None, groups: ProcessGroups) -> int:
+    def put_back_replica(
+        self,
+        sources: Mapping[int, int],
+        private: PrivateState | None,
+        replicas: tuple[int, ...],
+        groups: ProcessGroups,
+    ) -> int:
         """Give all ranks the state that replicas hold; collective.
 
         Args:
             sources: the ranks that hold none, each with a replica, from which it gets it.
             private: this rank's own part of it, or that of an earlier step; None: it is as the cells made it.
+            replicas: the ranks that have its parameters too, this one included.
             groups: those of this rank.
 
         Returns:
@@ -284,6 +299,7 @@ class Snapshots:
         if groups.rank in sources:
             state = replace(mine.state, random={}) if private is None else private.over(mine.state)
             mine = replace(mine, state=state, plain=_NOTHING if private is None else private.plain)
+            self.replica, self.replicas = mine, replicas  # if the source ends before all ranks are healed
         return _put_back(mine)
 
 

@@ -13,7 +13,8 @@ from types import FrameType
 
 from workbench.base.crash import is_file_of_a_cell
 from workbench.protocol.rank_messages import CellLine, Frame, Thread
-from workbench.runtime.enclosing_loops import loop_words
+from workbench.runtime.enclosing_blocks import block_words
+from workbench.runtime.handled_errors import handled_error
 from workbench.runtime.namespace import user_namespace
 
 _LIBRARIES = frozenset(
@@ -135,12 +136,12 @@ def _line(frame: FrameType) -> str:
     return place_in_file(frame, frame.f_lineno) + (f": {source}" if source else "")
 
 
-def _recorded(frame: FrameType, line: int) -> str:
-    """Return a call as recordings have it: with its whole path, which tells libraries, and the loops around it."""
+def _recorded(frame: FrameType, line: int, after: str) -> str:
+    """Return a call as recordings have it: with its whole path, which tells libraries, and the blocks around it."""
     code = frame.f_code
     path = "cell" if is_of_a_cell(frame) else code.co_filename
     source = linecache.getline(code.co_filename, line, frame.f_globals).strip()
-    return f"{path}:{line} in {code.co_name}{loop_words(code.co_filename, line)}: {source}".rstrip(": ")
+    return f"{path}:{line} in {code.co_name}{block_words(code.co_filename, line)}{after}: {source}".rstrip(": ")
 
 
 def user_line() -> CellLine | None:
@@ -148,8 +149,9 @@ def user_line() -> CellLine | None:
 
     None: no code of either runs. Called from another thread.
     """
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
-    return _line_in([(frame, frame.f_lineno) for frame in _outwards(innermost)][::-1])
+    main = threading.main_thread().ident or 0
+    calls = [(frame, frame.f_lineno) for frame in _outwards(sys._current_frames().get(main))]
+    return _line_in(calls[::-1], handled_error(main))
 
 
 def raised_line(error: BaseException) -> CellLine | None:
@@ -168,8 +170,11 @@ def raised_line(error: BaseException) -> CellLine | None:
     return None
 
 
-def _line_in(calls: Sequence[tuple[FrameType, int]]) -> CellLine | None:
-    """Return the innermost line of a cell or script among calls, each a frame and its line, the outermost first."""
+def _line_in(calls: Sequence[tuple[FrameType, int]], handled: tuple[FrameType, str] | None = None) -> CellLine | None:
+    """Return the innermost line of a cell or script among calls, each a frame and its line, the outermost first.
+
+    ``handled`` is as :func:`handled_error` returns it.
+    """
     cells = user_namespace()
     of_user = [frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame)) for frame, _ in calls]
     if not any(of_user):
@@ -178,5 +183,7 @@ def _line_in(calls: Sequence[tuple[FrameType, int]]) -> CellLine | None:
     code = frame.f_code
     text = linecache.getline(code.co_filename, line).strip()
     script = Path(code.co_filename).name if _is_of_the_script(frame) else ""
-    frames = tuple(_recorded(*call) for call in calls[of_user.index(True) :] if not is_of_a_library(call[0]))
+    after = {handled[0]: handled[1]} if handled else {}
+    own = (call for call in calls[of_user.index(True) :] if not is_of_a_library(call[0]))
+    frames = tuple(_recorded(*call, after.get(call[0], "")) for call in own)
     return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames)

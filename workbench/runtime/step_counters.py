@@ -42,8 +42,7 @@ class HeldParam:
     @property
     def count(self) -> int | None:
         """The number of its steps in the optimizer's state; None if the state has no such number."""
-        steps = self.optimizer.state.get(self.param, {}).get(_COUNT)
-        return None if steps is None else int(steps)
+        return count_in(self.optimizer.state.get(self.param, {}))
 
     @property
     def has_moments(self) -> bool:
@@ -51,6 +50,12 @@ class HeldParam:
         state = self.optimizer.state.get(self.param, {})
         moments = (state[key] for key in _MOMENTS if isinstance(state.get(key), torch.Tensor))
         return any(bool(local_tensor(moment).any()) for moment in moments)
+
+
+def count_in(state: Mapping[str, Any]) -> int | None:
+    """Return the number of steps in an optimizer's state of a parameter; None if it has no such number."""
+    steps = state.get(_COUNT)
+    return None if steps is None else int(steps)
 
 
 Held: TypeAlias = Sequence[HeldParam]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
@@ -23,21 +24,53 @@ from workbench.runtime.loop_steps import LoopSteps
 from workbench.runtime.model_summary import name_from_models, outermost, sharded_variables, unmanaged
 from workbench.runtime.namespace import find_module, lookup, module_names
 from workbench.runtime.recorder import Recorder
+from workbench.runtime.step_calls import is_required, repeated_call
 
 _LOOK_S = 0.001  # between two polls of a device that runs behind
 
 
-def find_step_function(name: str) -> Callable[[], Any]:
+def find_step_function(name: str, *, again: bool = False) -> Callable[[], Any]:
     """Return the user's step function.
 
+    Args:
+        name: its variable.
+        again: if it takes arguments, pass those with which a script has called it last.
+
     Raises:
-        UsageError: there is none, or it is not callable.
+        UsageError: there is none, it is not callable, or it takes arguments.
     """
     function = lookup(name)
     if not callable(function):
         raise UsageError(f"{name!r} is a {type(function).__name__}, not a function; define it in a %%fsdp cell")
+    call = repeated_call(name) if again else None
+    if call is not None:
+        return call[0]
+    if wanted := _required(function):
+        raise UsageError(
+            f"{name}() wants {', '.join(wanted)}, but a step is called without arguments: define one that passes them, "
+            f"such as def step(): return {name}({', '.join(wanted)}), and name it with --fn step"
+        )
+
+    def now() -> Any:  # noqa: ANN401 - whatever the function returns
+        return lookup(name)()  # a method of a copy of the model, perhaps
+
     called: Callable[[], Any] = function
-    return called
+    return now if again else called
+
+
+def passed_again(name: str) -> tuple[str, ...]:
+    """Return the names of the arguments that :func:`find_step_function` passes again; empty if none."""
+    call = repeated_call(name)
+    return () if call is None else call[1]
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments without which a function cannot be called; empty if they are not known."""
+    try:
+        params = inspect.signature(function, follow_wrapped=False).parameters.values()  # a decorator may pass them
+    except (TypeError, ValueError):  # of a builtin
+        return []
+    return [each.name for each in params if is_required(each)]
 
 
 def loss_of(result: Any) -> float | None:  # noqa: ANN401 - whatever the user's function returned

@@ -8,6 +8,7 @@ schedulers, scalers and loaders, the random number generators, and the number of
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from workbench.errors import UsageError
 from workbench.models.engines import is_sharded
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.program_state import RandomStates, is_iterator, reachable
+
+_INSIDE = ("workbench.", "torch.distributed.", "torch._", "torch.fx.")
+"""Packages whose objects are no part of a program's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,59 @@ class TrainingObjects:
         """Return whether every parameter of an optimizer belongs to a sharded model."""
         held = {id(p) for model in self.models.values() if is_sharded(model) for p in model.parameters()}
         return all(id(param) in held for each in self.optimizers.values() for param in params_of(each))
+
+
+def unreached(variables: Mapping[str, object]) -> list[str]:
+    """Return what has state that a training may need, and is in no variable, nor in what :func:`reachable` finds there.
+
+    Such as a scheduler in a local variable of a generator. The result has a phrase for each class.
+    """
+    found = _unreached(variables)
+    if found:
+        gc.collect()  # an object of an earlier model may only be waiting for this
+        found = _unreached(variables)
+    return sorted({f"an instance of {name} that no public variable reaches" for name in found})
+
+
+def _unreached(variables: Mapping[str, object]) -> list[str]:
+    reached: dict[int, object] = {}
+    for _, value in reachable(variables):
+        parts = value.modules() if isinstance(value, nn.Module) else _with_inner(value)
+        reached |= {_identity(part): part for part in parts}
+    has_state: dict[type, bool] = {}
+    rest = []
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in has_state:
+            has_state[kind] = _holds_state(kind)
+        if has_state[kind] and _identity(each) not in reached:
+            rest.append(each)
+    inner = {id(part) for each in rest if isinstance(each, nn.Module) for part in [*each.modules()][1:]}
+    return [
+        type(each).__name__
+        for each in rest
+        if id(each) not in inner and not (isinstance(each, nn.Module) and next(_tensors_of(each), None) is None)
+    ]
+
+
+def _with_inner(value: object) -> Iterator[object]:
+    """Yield a value and, if it has a ``state_dict()``, the objects in its attributes that this covers."""
+    yield value
+    if not isinstance(value, type) and _holds_state(type(value)):
+        for each in getattr(value, "__dict__", {}).values():
+            parts = each if isinstance(each, (list, tuple)) else [each]
+            yield from (part for part in parts if not isinstance(part, Optimizer))
+
+
+def _identity(value: object) -> int:
+    """Return the id of a value; that of the groups of an optimizer, as a wrapper has those of the inner one."""
+    return id(value.param_groups) if isinstance(value, Optimizer) else id(value)
+
+
+def _holds_state(kind: type) -> bool:
+    """Return whether instances of a class of the program or of an ordinary library have a state dict."""
+    has_both = all(callable(getattr(kind, name, None)) for name in ("state_dict", "load_state_dict"))
+    return has_both and not kind.__module__.startswith(_INSIDE)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -84,7 +84,7 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
             train the named variable, or an optimizer lost its counts of steps.
     """
     sharded = _alive_model(command.model, rank)
-    step = find_step_function(command.fn)
+    step = find_step_function(command.fn, again=True)
     others = [_alive_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
     for each in (sharded, *others):
         each.reshard()  # else the model would hold full parameters here, and those would be restored
@@ -210,7 +210,8 @@ def verified_model(name: str, rank: RankContext) -> ShardedModel:
     models = sharded_models(name) if name else sharded_models()
     if len(models) > 1:
         raise UsageError(
-            f"several models are sharded: {', '.join(models)}; name one: %fsdp verify {next(iter(models))}"
+            f"several models are sharded: {', '.join(models)}; name one: %fsdp verify {next(iter(models))}, or "
+            f"--model {next(iter(models))} of workbench verify"
         )
     if not models and not name:
         raise UsageError(f"no model is sharded{own_units_words(rank.recorder)}; shard one first: %fsdp shard MODEL")
@@ -331,7 +332,10 @@ class _Pair:
             local = local_tensor(param)
             places = torch.arange(local.numel(), device=local.device, dtype=torch.float64).view(local.shape)
             local.copy_(torch.where(local.isfinite(), local, 0.02 * places.sin()))
-        with torch.enable_grad(), self._program.restored(self._replaced), self._completed(), self.copy.watching():
+        in_copy = self._program.restored(self._replaced), self._completed(), self.copy.watching(), _whole_tensors()
+        with torch.enable_grad(), ExitStack() as stack:
+            for each in in_copy:
+                stack.enter_context(each)
             loss_of(self._step())
         return self.copy.steps()
 
@@ -347,7 +351,8 @@ class _Pair:
             # schedulers count the steps of the optimizer that they were made with
             warnings.filterwarnings("ignore", module="torch.optim.lr_scheduler")
             try:
-                loss = loss_of(self._step())
+                with _whole_tensors():
+                    loss = loss_of(self._step())
             except AttributeError as error:
                 if isinstance(error.obj, torch.Tensor) and hasattr(DTensor, error.name or ""):
                     raise UsageError(_needs_dtensor(error)) from None
@@ -614,6 +619,17 @@ class _Pair:
 
 def _norm(norms: Mapping[str, torch.Tensor]) -> float:
     return math.hypot(*torch.stack(list(norms.values())).tolist()) if norms else 0.0
+
+
+@contextmanager
+def _whole_tensors() -> Iterator[None]:
+    """Let plain tensors have ``full_tensor()`` in the body, as DTensors do: a tensor of the copy is whole."""
+    name = "full_tensor"
+    setattr(torch.Tensor, name, lambda tensor, **_: tensor.clone())  # not itself: the result may be changed in place
+    try:
+        yield
+    finally:
+        delattr(torch.Tensor, name)
 
 
 def _needs_dtensor(error: AttributeError) -> str:

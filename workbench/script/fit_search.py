@@ -89,7 +89,8 @@ class FitSearch:
         skipped: list[Plan] = []
         for precision in self._precisions(own, first):
             self._try(replace(own, **precision), _axes(own, first), skipped)
-        if not any(self._fits(report) for report in self._planned.values()) and own.offload is None:
+        has_fit = any(self._fits(report) for report in self._planned.values())
+        if not has_fit and own.offload is None and _shards(first):
             for precision in self._precisions(own, first):
                 self._try(replace(own, **precision, offload=True), _axes(own, first), skipped)
         here = [self._policy(own, plan) for plan in self._planned]
@@ -186,7 +187,7 @@ class FitSearch:
     def _precisions(own: Plan, first: PlanReport) -> Iterator[Mapping[str, Any]]:
         """Yield the precisions to plan: the program's own, and half precision if it computes in single."""
         yield {}
-        if not own.mp and any(unit.compute_dtype == "float32" for unit in first.units):
+        if not own.mp and _shards(first) and any(unit.compute_dtype == "float32" for unit in first.units):
             yield {"mp": HALF_PRECISION}
 
 
@@ -229,15 +230,20 @@ def _padding_share(unit: Unit) -> float:
 def _axes(own: Plan, first: PlanReport) -> list[_Axis]:
     """Return the options to search: those that the user has not given, and that the program can have."""
     axes = []
-    if not own.reshard_after_forward:
+    if not own.reshard_after_forward and _shards(first):
         axes.append(_Axis({"reshard_after_forward": "true"}, {"reshard_after_forward": "false"}))
     if not own.checkpoint and first.blocks:
         axes.append(_Axis({"checkpoint": first.blocks}, {"checkpoint": ()}))
-    if not own.mesh and first.num_hosts > 1:
+    if not own.mesh and first.num_hosts > 1 and _shards(first):
         axes.append(_Axis({"mesh": ()}, {"mesh": HOSTS}))
-    if not own.wrap and first.blocks and len(first.units) == 1:
+    if not own.wrap and first.blocks and len(first.units) == 1 and _shards(first):
         axes.append(_Axis({"wrap": first.blocks}, {"wrap": ()}))
     return axes
+
+
+def _shards(report: PlanReport) -> bool:
+    """Whether the program's engine shards parameters; else only what is checkpointed can be changed."""
+    return all(unit.runner.splits for unit in report.units)
 
 
 def _leaner(choice: tuple[bool, ...], place: int) -> tuple[bool, ...]:

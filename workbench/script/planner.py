@@ -107,6 +107,11 @@ def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path
     Raises:
         UsageError: the program cannot be written as a script, or as :func:`plan_script`.
     """
+    if (
+        model.units and model.policy is None
+    ):  # cells of its own made its units, such as one with DistributedDataParallel
+        untrained = tuple(entry for entry in program.entries if not _trains(entry))
+        return _plan_entries(replace(program, entries=untrained), replace(command, model=CALLED), folder, rank)
     changes = [entry for entry in program.entries if _changes(entry, model.name)]
     shards = [entry.command for entry in changes if isinstance(entry.command, Shard)]
     ranks = planned_ranks(command.device, command.ranks, command.hosts)
@@ -115,11 +120,17 @@ def plan_program(program: Program, model: ModelInfo, command: Plan, folder: Path
     place = sum(not _trains(entry) for entry in before)
     kept = [entry for entry in program.entries if not (_trains(entry) or _changes(entry, model.name))]
     entries = [*kept[:place], CompletedCommand(command=shard, reply=_sharded(shard)), *kept[place:]]
-    entries.append(CompletedCommand(command=Step(_STEPS, fn=command.fn), reply=_UNKNOWN))
-    file = folder / "planned.py"
-    file.write_text(write_script(replace(program, entries=tuple(entries)), Shard.engine, file.name).text, "utf-8")
     named = Plan(CALLED, ranks=command.ranks, hosts=command.hosts, device=command.device, checkpoint=command.checkpoint)
-    return plan_script(str(file), (), named, folder / "plan.trace", rank)
+    return _plan_entries(replace(program, entries=tuple(entries)), replace(named, fn=command.fn), folder, rank)
+
+
+def _plan_entries(program: Program, command: Plan, folder: Path, rank: PlannedRank) -> PlanReport:
+    """Plan what ranks have run, and two steps after it."""
+    step = CompletedCommand(command=Step(_STEPS, fn=command.fn), reply=_UNKNOWN)
+    file = folder / "planned.py"
+    text = write_script(replace(program, entries=(*program.entries, step)), Shard.engine, file.name).text
+    file.write_text(text, "utf-8")
+    return plan_script(str(file), (), command, folder / "plan.trace", rank)
 
 
 def change_of(command: Plan, ranks: PlannedRanks) -> Reshard:

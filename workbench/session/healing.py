@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workbench.base.codec import decode, encode
+from workbench.base.fault import listed
 from workbench.base.text_formats import format_bytes
 from workbench.cluster.engine_provider import OnWait
 from workbench.cluster.release_ranks import free
 from workbench.errors import ClusterError, RankError, UsageError
-from workbench.protocol.commands import Load, Reshard, Shard, Snapshot, Step, Unshard, to_text
+from workbench.protocol.checkpoint_replies import LoadReply, SaveReply
+from workbench.protocol.commands import Command, Load, Reshard, Shard, Snapshot, Step, StepReply, Unshard, to_text
 from workbench.protocol.rank_messages import Marks, SnapshotMark
 from workbench.replay.grouping import label
 from workbench.reports.heal_report import HealReport
+from workbench.reports.next_line import AND_THEN
 from workbench.session.outside_effects import effects_of
 from workbench.session.program import CompletedCell, CompletedCommand, Entry, Omission
 from workbench.session.request import RequestListener
@@ -61,17 +64,21 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
     replicas = _newest_replicas(session.cluster.num_ranks, found_marks, entries)
     session.restart_ranks(on_wait)
     started_s = time.monotonic() - begin
-    lacking = [] if replicas is None else _lacking(session, replicas)
-    source = snapshot if replicas is None or (lacking and snapshot is not None) else replicas
-    with session.repeating() as program:
-        _on_all(session, "begin_replay")
-        repeated = _Repetition(session, entries, source, lost)
-        repeated.run()
-        found = _on_all(session, "end_replay")
-        program[:] = repeated.entries
-    if snapshot is not None:  # the new rank has none yet
-        with session.repeating():
-            session.run(Snapshot(), RequestListener())
+    try:
+        lacking = [] if replicas is None else _lacking(session, replicas)
+        source = snapshot if replicas is None or (lacking and snapshot is not None) else replicas
+        with session.repeating() as program:
+            _on_all(session, "begin_replay")
+            repeated = ReplayedProgram(session, entries, source, lost)
+            repeated.run()
+            found = _on_all(session, "end_replay")
+            program[:] = repeated.entries
+        if snapshot is not None:  # the new rank has none yet
+            with session.repeating():
+                session.run(Snapshot(), RequestListener())
+    except (RankError, ClusterError):
+        session.cluster.raise_loss()
+        raise
     return HealReport(
         ranks=tuple(lost),
         seconds=time.monotonic() - begin,
@@ -83,10 +90,12 @@ def heal(session: Session, on_wait: OnWait, on_notice: OnWait) -> HealReport:
         other=tuple(sorted({name for rank in living for name in found[rank]["other"]})) if source is not None else (),
         left_out=tuple(dict.fromkeys(repeated.left_out)),
         failed=tuple(repeated.failed),
+        failed_again=tuple(repeated.failed_again),
         has_snapshot=source is not None and source is snapshot,
         replicas=tuple(sorted({*replicas.sources.values()})) if source is replicas and replicas is not None else (),
         lacking=tuple(lacking) if source is replicas else (),
         next=repeated.next,
+        next_step=max(of_rank["next_step"] for of_rank in found.values()),
     )
 
 
@@ -103,7 +112,9 @@ def snapshot_notice(session: Session) -> str:
     each = f"{_KEPT} copies of {format_bytes(max(own))}"
     grows = any(of_rank["grows"] for of_rank in found.values())
     more = "; the optimizer's first step adds its state" if grows else ""
-    return f"snapshots take {format_bytes(max(kept))} of host memory on each rank, {each}{more}"
+    left_out = sorted({each for of_rank in found.values() for each in of_rank["left_out"]})
+    less = f"; left out: {listed(left_out)}" if left_out else ""
+    return f"snapshots take {format_bytes(max(kept))} of host memory on each rank, {each}{more}{less}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +185,7 @@ def _lacking(session: Session, replicas: _Source) -> list[int]:
     return [rank for rank in replicas.sources if replicas.step not in written[rank]]
 
 
-class _Repetition:
+class ReplayedProgram:
     """Repeats the entries of a program, with its steps from the newest snapshot on.
 
     Args:
@@ -188,9 +199,9 @@ class _Repetition:
         cells: number of cells and commands repeated.
         steps: number of steps repeated.
         lost: number of steps that were not.
-        failed: cells and commands that raised, each with its error.
+        failed: cells and commands that did not end as before, each with its error.
+        failed_again: cells that raised as before, each with the name of its exception.
         left_out: what is no part of the program, and was not repeated.
-        next: what to type to go on with steps that were interrupted; empty: none were.
     """
 
     def __init__(self, session: Session, before: Sequence[Entry], source: _Source | None, lost: Sequence[int]) -> None:
@@ -199,8 +210,11 @@ class _Repetition:
         self.entries: list[Entry] = []
         self.cells = self.steps = self.lost = 0
         self.failed: list[str] = []
+        self.failed_again: list[str] = []
         self.left_out: list[str] = []
-        self.next = ""
+        self._owed: list[Step] = []  # steps that are lost, since the newest checkpoint in ``_saved``
+        self._rest: Sequence[Step] = ()  # steps that the newest command did not do
+        self._saved = ""  # the newest checkpoint that this program saved
         self._done = 0 if mark is None else mark.count  # steps of the next entry that the snapshot has
 
     def run(self) -> None:
@@ -213,50 +227,105 @@ class _Repetition:
             if self._mark is not None and number == self._mark.entry:
                 self._put_back()
             try:
-                self.entries.append(self._repeated(number, entry))
+                now = self._repeated(number, entry)
+                self.entries += [] if now is None else [now]
             except (RankError, UsageError) as error:
-                self.failed.append(f"{_words(entry)}: {str(error).splitlines()[0]}")
+                before = f", not {entry.what.rpartition(' ')[2]} as before" if isinstance(entry, Omission) else ""
+                self.failed.append(f"{_words(entry)}: {str(error).splitlines()[0]}{before}")
                 why = f"when it ran again, because {label(self._ranks)} had died"
                 self.entries.append(Omission(what=f"{_words(entry)} that raised {why}"))
         if self._mark is not None and self._mark.entry >= len(self._before):
             self._put_back()
 
-    def _put_back(self) -> None:
-        if self._source is not None:
-            _on_all(self._session, "put_back", encode(self._source.mark), self._source.sources, self._source.step)
+    @property
+    def next(self) -> str:
+        """What to type to do the lost steps again and to go on with interrupted ones; empty: there are none."""
+        steps: list[Step] = []
+        for each in [*self._owed, *self._rest]:
+            before = steps[-1] if steps else None
+            if before is not None and replace(before, count=each.count) == each:
+                steps[-1] = replace(each, count=before.count + each.count)
+            else:
+                steps.append(each)
+        load = [Load(self._saved)] if self._saved else []
+        return AND_THEN.join(f"%fsdp {to_text(command)}" for command in [*load, *steps])
 
-    def _repeated(self, number: int, entry: Entry) -> Entry:
-        """Repeat an entry, and return that of the program now."""
+    def _put_back(self) -> None:
+        if self._source is None:
+            return
+        mark, sources, step = encode(self._source.mark), self._source.sources, self._source.step
+        newest = self._newest_step()
+        if newest and any(_on_all(self._session, "lacks_objects", mark, step).values()):  # a step makes them
+            self._session.run(Step(count=1, fn=newest.fn), RequestListener())
+        _on_all(self._session, "put_back", mark, sources, step)
+
+    def _newest_step(self) -> Step | None:
+        """Return the last command that took steps before the state that the ranks get; None if none did."""
+        entries = () if self._mark is None else self._before[: self._mark.entry + 1]
+        commands = [each.left if isinstance(each, Omission) else getattr(each, "command", None) for each in entries]
+        return next((each for each in reversed(commands) if isinstance(each, Step)), None)
+
+    def _repeated(self, number: int, entry: Entry) -> Entry | None:
+        """Repeat an entry; return what takes its place in the program, or None if its steps are lost."""
         if isinstance(entry, CompletedCell):
             self._session.run_cell(entry.code, None, RequestListener())
             self.cells += 1
         elif isinstance(entry, CompletedCommand) and isinstance(entry.command, REPEATED):
-            self._session.run(entry.command, RequestListener())
+            self._session.run(_as_it_was(entry.command, entry.reply), RequestListener())
             self.cells += 1
+            if isinstance(entry.command, Load):  # the steps before it led to nothing that is left
+                self.lost, self._owed, self._rest, self._saved = 0, [], (), ""
         elif isinstance(entry, CompletedCommand) and isinstance(entry.command, Step):
             return self._steps(number, entry, entry.command)
+        elif isinstance(entry, CompletedCommand) and isinstance(entry.reply, SaveReply):
+            self._note_saved(entry.reply)
         elif isinstance(entry, Omission) and entry.left is not None:
             return self._undone(entry, entry.left)
+        elif isinstance(entry, Omission) and entry.code:
+            return self._raised(entry)
         elif isinstance(entry, Omission) and not entry.is_loss:
             self.left_out.append(entry.what)
         return entry
 
+    def _note_saved(self, saved: SaveReply) -> None:
+        """Note a checkpoint that still has the steps so far, if these are lost on the ranks."""
+        if self._mark is None:
+            self._saved, self._owed = saved.folder, []
+
+    def _raised(self, entry: Omission) -> Entry:
+        """Run a cell again that raised on every rank, and return its entry now."""
+        self.cells += 1
+        try:
+            self._session.run_cell(entry.code, None, RequestListener())
+        except RankError as error:
+            if not entry.what.endswith(f" {error.ename}"):
+                raise
+            self.failed_again.append(f"{_words(entry)}: {error.ename}")
+            return entry
+        self.failed.append(f"{_words(entry)}: it completed, and is {entry.what} of before")
+        return CompletedCell(code=entry.code)
+
     def _undone(self, entry: Omission, left: Step) -> Entry:
         """Return the entry of steps of which none was seen to end; the state that the ranks got may have some."""
         done, self._done = self._done, 0
-        self.next = f"%fsdp {to_text(replace(left, count=left.count - done))}" if left.count > done else ""
+        self._rest = _without_stop(left, left.count - done)
         if not done:
             return entry
         command = replace(left, count=done, until="", background=False)
         return CompletedCommand(command=command, left=left.count - done)
 
-    def _steps(self, number: int, entry: CompletedCommand, command: Step) -> Entry:
+    def _steps(self, number: int, entry: CompletedCommand, command: Step) -> Entry | None:
         is_before = self._mark is not None and number < self._mark.entry
         count = 0 if is_before else max(command.count, self._done)  # the rank that died may have told of fewer
         if self._mark is None:
             self.lost += command.count
-            self.next = f"%fsdp {to_text(replace(command, count=self.lost + entry.left))}"
-            return Omission(what=f"%fsdp {to_text(command)}, lost with {label(self._ranks)}")
+            self._owed += _without_stop(command, command.count)
+            self._rest = _without_stop(command, entry.left)
+            if isinstance(entry.reply, StepReply) and entry.reply.saved:
+                self._note_saved(entry.reply.saved[-1])
+                since = command.count % command.every if command.every else 0
+                self._owed += _without_stop(command, since)
+            return None
         if is_before:
             return entry
         again, self._done = count - self._done, 0
@@ -264,14 +333,24 @@ class _Repetition:
             self._session.run(Step(count=again, fn=command.fn), RequestListener())
             self.steps += again
         left = entry.left + command.count - count
-        self.next = f"%fsdp {to_text(replace(command, count=left))}" if left > 0 else ""
+        self._rest = _without_stop(command, left)
         return replace(entry, command=replace(command, count=count), left=left)
+
+
+def _without_stop(command: Step, count: int) -> Sequence[Step]:
+    """Return the command for so many of its steps, in the foreground and without a stop; nothing for none."""
+    return (replace(command, count=count, until="", background=False),) if count > 0 else ()
+
+
+def _as_it_was(command: Command, reply: object) -> Command:
+    """Return a command to repeat: a load of the checkpoint that was the newest then."""
+    return Load(reply.folder) if isinstance(reply, LoadReply) else command
 
 
 def _words(entry: Entry) -> str:
     if isinstance(entry, CompletedCommand):
         return f"%fsdp {to_text(entry.command)}"
-    code = entry.code if isinstance(entry, CompletedCell) else entry.what
+    code = entry.what if isinstance(entry, Omission) and not entry.code else entry.code
     return f"the cell {code.strip().splitlines()[0]!r}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from workbench.session.program import CompletedCell, Entry
+from workbench.session.program import CompletedCell, Entry, Omission
 
 _EFFECTS = {
     r"^\s*[!%]": "runs a command of the shell or of IPython",
@@ -23,11 +23,8 @@ _EFFECTS = {
 def effects_of(entries: Sequence[Entry]) -> Iterator[str]:
     """Yield a sentence for each cell that seems to have effects outside the ranks."""
     for entry in entries:
-        found = [
-            what
-            for pattern, what in _EFFECTS.items()
-            if isinstance(entry, CompletedCell) and re.search(pattern, entry.code, re.MULTILINE)
-        ]
-        if found and isinstance(entry, CompletedCell):
-            first = entry.code.strip().splitlines()[0]
+        code = entry.code if isinstance(entry, (CompletedCell, Omission)) else ""
+        found = [what for pattern, what in _EFFECTS.items() if re.search(pattern, code, re.MULTILINE)]
+        if found:
+            first = code.strip().splitlines()[0]
             yield f"runs again: the cell that begins with {first!r}, which {' and '.join(dict.fromkeys(found))}"

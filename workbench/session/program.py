@@ -56,11 +56,13 @@ class Omission:
         what: the work and why, as a noun phrase: ``a cell that raised NameError``.
         is_loss: whether it ended with the loss of a rank.
         left: steps that the loss of a rank left, if not one of them was done.
+        code: of a cell that every rank ran until it raised there by itself: a heal runs it again, for what it changed.
     """
 
     what: str
     is_loss: bool = False
     left: Step | None = None
+    code: str = ""
 
 
 Entry = CompletedCell | CompletedCommand | Omission
@@ -92,7 +94,7 @@ def cell_on(code: str, ranks: Sequence[int], num_ranks: int) -> Entry:
     return Omission(what=f"a cell that ran on {label(ranks)} only")
 
 
-def failed(words: str, command: Command | None, error: BaseException, steps_done: int) -> list[Entry]:
+def failed(words: str, command: Command | None, error: BaseException, steps_done: int, code: str = "") -> list[Entry]:
     """Return the entries of a request that did not complete.
 
     Args:
@@ -100,6 +102,7 @@ def failed(words: str, command: Command | None, error: BaseException, steps_done
         command: the command; None: a cell.
         error: how it ended.
         steps_done: steps that all ranks finished.
+        code: of a cell that raised on every rank by itself; else empty.
 
     Returns:
         the steps that were finished, and an omission; nothing for a request that was refused, or never ran.
@@ -117,4 +120,4 @@ def failed(words: str, command: Command | None, error: BaseException, steps_done
             Omission(what=f"the rest of {words}, which {why} after {after}", is_loss=isinstance(error, RankDied)),
         ]
     undone = command if isinstance(command, Step) and isinstance(error, RankDied) else None
-    return [Omission(what=f"{words} that {why}", is_loss=undone is not None, left=undone)]
+    return [Omission(what=f"{words} that {why}", is_loss=undone is not None, left=undone, code=code)]

@@ -174,7 +174,7 @@ def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
     errors = {rank: ended.error for rank, ended in sorted(done.items()) if ended.error is not None}
     if not errors:
         return None
-    groups = by_value((r, f"{e.ename}: {e.evalue}".rstrip(": ").splitlines()[0]) for r, e in errors.items())
+    groups = by_value((r, f"{e.ename}: {e.evalue}".removesuffix(": ").splitlines()[0]) for r, e in errors.items())
     first, error = next(iter(errors.items()))
     if error.ename == UsageError.__name__:
         return UsageError(error.evalue)

@@ -77,11 +77,13 @@ class RankTask(Protocol):
     Attributes:
         words: name for people.
         title: the same, of a cell with its first line.
+        code: of a cell; empty: it is a command.
         until: where it is still to stop once; None: nowhere.
     """
 
     words: str
     title: str
+    code: str
     until: Breakpoint | None
 
     @property
@@ -125,6 +127,7 @@ class _OutputTask:
     """
 
     command: Command | None = None
+    code = ""
     until: Breakpoint | None = None
 
     def __init__(self, pending: PendingReplies) -> None:
@@ -208,13 +211,13 @@ class CellTask(_OutputTask):
 
     def __init__(self, code: str, pending: PendingReplies) -> None:
         super().__init__(pending)
-        self._code, self._pending = code, pending
+        self.code, self._pending = code, pending
         first = next(iter(code.strip().splitlines()), "")
         self.title = f"the cell {first[:TITLE_CHARS]!r}"
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
         """Return the cell, if all ranks ran it."""
-        return cell_on(self._code, self._pending.ranks, num_ranks)
+        return cell_on(self.code, self._pending.ranks, num_ranks)
 
     def progress(self, trace: Trace) -> Progress | None:
         """Return None: a cell has no progress."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from typing import IO, Any, Self, TypeVar, cast
 
 from workbench.base.codec import decode, encode
+from workbench.base.open_files import check_open_files
 from workbench.base.ports import LOOPBACK, LOOPBACK_INTERFACE
+from workbench.base.text_formats import plural
 from workbench.cluster.pending_replies import Answer, Output, PendingReplies
-from workbench.errors import Interrupted, UsageError
+from workbench.errors import Interrupted, UsageError, WorkbenchError
 from workbench.protocol.commands import Command, Lint, Run, Verify, to_dict
 from workbench.protocol.rank_messages import Drain, ListModels, ListNames, ModelInfo, Names, RecordSummary
 from workbench.protocol.starting import Boot, Connect, HostInfo
@@ -37,6 +39,8 @@ GRACE_S = 2.0
 
 END_S = 10.0
 """How long a rank may take to end once it has no more to do."""
+
+_FILES, _FILES_PER_RANK = 40, 6  # of a process with pipes or connections to so many ranks, at most
 
 _PROGRAM = "__import__('{}', fromlist=['main']).main({}, {})"  # leaves no name in __main__
 
@@ -78,6 +82,7 @@ class ScriptRanks:
     def __init__(self, num_ranks: int, on_output: OnOutput) -> None:
         if num_ranks < 1:
             raise UsageError(f"the number of ranks is at least 1, not {num_ranks}")
+        check_open_files(_FILES + _FILES_PER_RANK * num_ranks, plural(num_ranks, "rank"), "this terminal")
         self._num_ranks, self._on_output = num_ranks, on_output
         self._ranks: dict[int, _RankProcess] = {}
         self._selector = selectors.DefaultSelector()
@@ -197,6 +202,7 @@ class ScriptRanks:
         """Return what ``function`` returns on each rank, called with its own of ``given``, or with the only one.
 
         Raises:
+            UsageError: the workbench refuses what is asked for.
             RankError, RankDied, Interrupted: a rank failed, or the user interrupted.
         """
         for number, rank in self._ranks.items():
@@ -222,7 +228,7 @@ class ScriptRanks:
         if failures:
             if self._stream is not None:
                 self._stream.finish(self._on_output, also_agreement=False)
-            raise to_error(list(failures.values()), {}, next_thing="")
+            raise _error_of(list(failures.values()))
         return [cast("dict[str, Any]", rank.reply)["value"] for rank in self._ranks.values()]
 
     def _read(self, timeout_s: float) -> int:
@@ -263,6 +269,12 @@ def _made(command: Callable[[], C]) -> C:
         return command()
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _error_of(failures: Sequence[Failure]) -> WorkbenchError:
+    """Return the error to raise for failures: a refusal of the workbench itself as it is."""
+    first = failures[0]
+    return UsageError(first.evalue) if first.ename == UsageError.__name__ else to_error(failures, {}, next_thing="")
 
 
 def _failure(number: int, rank: _RankProcess) -> Failure | None:

@@ -907,7 +907,8 @@ class Session:
         except BaseException as error:
             request.ending, request.failed = str(error), True
             done = self._steps_done(request)
-            self._entries += failed(request.work.words, request.work.command, error, done)
+            code = request.work.code if _raised_everywhere(request.pending, self.cluster.num_ranks) else ""
+            self._entries += failed(request.work.words, request.work.command, error, done, code)
             raise
         finally:
             self._note(request, is_over=not isinstance(report, StopReport))
@@ -1182,6 +1183,13 @@ def _raised_on(pending: PendingReplies) -> list[RunPosition]:
         for rank, reason in errors.items()
         if reason
     ]
+
+
+def _raised_everywhere(pending: PendingReplies, num_ranks: int) -> bool:
+    """Return whether all ranks ended a request by an error of their own."""
+    errors = [pending.error(rank) for rank in pending.ranks]
+    own = [each for each in errors if isinstance(each, RankError) and not failure_of(each.rank, each).is_consequence]
+    return len(own) == num_ranks
 
 
 def _raised_at(pending: PendingReplies, rank: int) -> tuple[str, ...]:

@@ -61,8 +61,15 @@ def check_function(names: Mapping[int, Names], fn: str, in_notebook: Callable[[s
     Raises:
         UsageError: the message names the ranks that have it, or similar variables.
     """
-    near = difflib.get_close_matches(fn, everywhere(names, "variables"), n=3, cutoff=0.5)
-    _check(names, fn, what="function", instead=near, in_notebook=in_notebook)
+    first = fn.partition(".")[0]
+    steps = next((own.steps for own in names.values() if own.steps), ())
+    if steps and not any(first in own.variables for own in names.values()):
+        raise UsageError(
+            f"the script has no function {fn!r}: name the one that trains one step with --fn (an optimizer was stepped "
+            f"in {', '.join(steps[:4])}), or put one step of its loop into a function, def {fn}(batch)"
+        )
+    near = difflib.get_close_matches(first, everywhere(names, "variables"), n=3, cutoff=0.5)
+    _check(names, first, what="function", instead=near, in_notebook=in_notebook)
 
 
 def check_parameter(fqn: str, known: Sequence[str]) -> None:

@@ -1,6 +1,9 @@
-"""Calls of a stack as text, as recordings have them: ``/home/me/train.py:31 in main, loop 20, 24: loss.backward()``.
+"""Calls of a stack as text, as recordings have them.
 
-After the file come the line, the function, the lines on which the loops around that line begin, and the line's text.
+``/home/me/train.py:31 in main, loop 20, 24, if 30 `rank == 0`: loss.backward()``: after the file come the line, the
+function, the lines on which the loops around that line begin, those of the branches that it is in, and its text. A
+branch is an ``if`` with its condition, an ``except`` with its errors, or a ``with`` that takes a lock. What a thread
+does while it handles an error is a branch as well: ``after 30 `KeyError: 'x', raised in data.py:7` ``.
 """
 
 from __future__ import annotations
@@ -15,7 +18,12 @@ _LIBRARY = (
 )
 """Parts of the paths of code that is not the user's."""
 
-_FRAME = re.compile(r"(?P<path>.+?):(?P<line>\d+) in (?P<function>[^\s:,]+)(?:, loop (?P<loops>\d+(?:, \d+)*))?")
+_FRAME = re.compile(
+    r"(?P<path>.+?):(?P<line>\d+) in (?P<function>[^\s:,]+)(?:, loop (?P<loops>\d+(?:, \d+)*))?"
+    r"(?P<branches>(?:, (?:(?:if|except|with|after) )?\d+ `[^`]*`)*)"
+)
+_AFTER = "after "
+_BRANCH = re.compile(r"(?:(if|except|with|after) )?(\d+) `([^`]*)`")
 
 
 def is_of_a_library(frame: str) -> bool:
@@ -47,6 +55,12 @@ def with_lines(frames: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     )
 
 
+def error_handled(frames: Sequence[str]) -> str:
+    """Return the error that a call handles, such as ``"KeyError: 'x', raised in data.py:7"``; else nothing."""
+    found = (statement for call in _parsed(frames) for _, statement in _branches(call) if statement.startswith(_AFTER))
+    return "".join([*found][-1:]).removeprefix(_AFTER)
+
+
 def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
     """Return whether a rank has left a loop in which another one still is; None if their stacks do not tell.
 
@@ -59,20 +73,17 @@ def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
         frames: the rank's calls, the innermost last.
         others: those of the other rank.
     """
-    parsed = [[found for found in map(_FRAME.match, each) if found] for each in (frames, others)]
-    first, second = _from_common(*parsed), _from_common(*reversed(parsed))
-    for depth, (mine, theirs) in enumerate(zip(first, second, strict=False), 1):
-        if _function(mine) != _function(theirs):
-            return None
-        if mine["line"] != theirs["line"]:
-            if mine.end() == len(mine.string) and not mine["loops"]:
-                return None
-            ours, own = ((each["loops"] or "").split(", ") for each in (theirs, mine))
-            if theirs["loops"]:
-                return not set(ours) <= set(own)
-            is_past = not mine["loops"] and int(mine["line"]) > int(theirs["line"])
-            return True if is_past and any(call["loops"] for call in second[depth:]) else None
-    return None
+    parting = _parting(frames, others)
+    if parting is None:
+        return None
+    mine, theirs, _, below = parting
+    if not (_is_told(mine) or mine["loops"]):
+        return None
+    ours, own = ((each["loops"] or "").split(", ") for each in (theirs, mine))
+    is_past = int(mine["line"]) > int(theirs["line"]) and any(call["loops"] for call in below)
+    if theirs["loops"] and set(ours) <= set(own):  # past it in this turn, or in an earlier one
+        return None if is_past else False
+    return True if theirs["loops"] or (is_past and not mine["loops"]) else None
 
 
 def has_passed_call(frames: Sequence[str], others: Sequence[str]) -> bool:
@@ -84,21 +95,125 @@ def has_passed_call(frames: Sequence[str], others: Sequence[str]) -> bool:
         frames: the rank's calls of the user's code, the innermost last.
         others: those of the other rank.
     """
-    parsed = [[found for found in map(_FRAME.match, each) if found] for each in (frames, others)]
+    parsed = _parsed(frames), _parsed(others)
     for depth, (mine, theirs) in enumerate(zip(*parsed, strict=False), 1):
         if mine["loops"] or theirs["loops"] or _function(mine) != _function(theirs):
             return False
         if mine["line"] != theirs["line"]:
-            knows_loops = all(found.end() < len(found.string) for found in (mine, theirs))
-            return knows_loops and int(mine["line"]) > int(theirs["line"]) and len(parsed[1]) > depth
+            return (
+                _is_told(mine)
+                and _is_told(theirs)
+                and int(mine["line"]) > int(theirs["line"])
+                and len(parsed[1]) > depth
+            )
     return False
 
 
-def _from_common(calls: Sequence[re.Match[str]], others: Sequence[re.Match[str]]) -> Sequence[re.Match[str]]:
+def branch_apart(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    """Return the innermost branch in which a rank is and another one is not: its place, and its statement.
+
+    It is looked for where their calls part, in one function on two lines within the same loops. The result is None if
+    there is none, or if a call was left by a crash, which leaves no branches.
+
+    Args:
+        frames: the rank's calls, the innermost last.
+        others: those of the other rank.
+    """
+    parting = _parting(frames, others)
+    if parting is None:
+        return None
+    mine, theirs, *_ = parting
+    if mine["loops"] != theirs["loops"] or not _is_told(theirs):
+        return None
+    ours = _branches(theirs)
+    return next((each for each in reversed(_branches(mine)) if each not in ours and not _is_beside(each)), None)
+
+
+def lock_held(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    """Return the lock for which a rank waits and that another one took at the same place: the place, and its statement.
+
+    A rank waits for a lock if one of its calls is on the line of the ``with``. None: there is no such lock.
+
+    Args:
+        frames: the rank's calls, the innermost last.
+        others: those of the other rank.
+    """
+    waits = {f"{PurePath(call['path']).name}:{call['line']}" for call in _parsed(frames)}
+    taken = (each for call in _parsed(others) for each in _branches(call) if _takes_lock(each))
+    return next((each for each in taken if each[0] in waits), None)
+
+
+def branch_past(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
+    """Return the innermost branch of a rank that has gone on to a later call than another one in a turn of their loops.
+
+    It is that of the later call, in which the other one is not, or one of the function that the call has called. The
+    result is ``("", "")`` without any, and None for a rank of which the stacks do not tell that it has gone on.
+
+    Args:
+        frames: the rank's calls, the innermost last.
+        others: those of the other rank.
+    """
+    parting = _parting(frames, others)
+    if parting is None:
+        return None
+    mine, theirs, called, _ = parting
+    ours, own = (set((each["loops"] or "").split(", ")) - {""} for each in (theirs, mine))
+    if int(mine["line"]) < int(theirs["line"]) or not ours <= own or not (_is_told(mine) and _is_told(theirs)):
+        return None
+    alone = [each for each in _branches(mine) if each not in _branches(theirs)]
+    found = [*alone, *(each for call in called[:1] for each in _branches(call))]
+    return next((each for each in reversed(found) if not _is_beside(each)), ("", ""))
+
+
+_Call = re.Match[str]
+
+
+def _parting(
+    frames: Sequence[str], others: Sequence[str]
+) -> tuple[_Call, _Call, Sequence[_Call], Sequence[_Call]] | None:
+    """Return the calls in which two stacks are in one function on two lines, and what each of these has called."""
+    parsed = _parsed(frames), _parsed(others)
+    first, second = _from_common(*parsed), _from_common(*reversed(parsed))
+    for depth, (mine, theirs) in enumerate(zip(first, second, strict=False), 1):
+        if _function(mine) != _function(theirs):
+            return None
+        if mine["line"] != theirs["line"]:
+            return mine, theirs, first[depth:], second[depth:]
+    return None
+
+
+def _branches(call: _Call) -> list[tuple[str, str]]:
+    """Return place and statement of the branches around a call, the outermost first."""
+    name, found, keyword = PurePath(call["path"]).name, [], "if"
+    for own, line, words in _BRANCH.findall(call["branches"]):
+        keyword = own or keyword
+        found.append((f"{name}:{line}", f"{keyword} {words}".rstrip()))
+    return found
+
+
+def _takes_lock(branch: tuple[str, str]) -> bool:
+    return branch[1].startswith("with ")
+
+
+def _is_beside(branch: tuple[str, str]) -> bool:
+    """Return whether a branch is none of the source: a lock that is taken, or an error that is handled."""
+    return branch[1].startswith(("with ", _AFTER))
+
+
+def _parsed(frames: Sequence[str]) -> list[_Call]:
+    return [found for found in map(_FRAME.match, frames) if found]
+
+
+def _is_told(call: _Call) -> bool:
+    """Return whether the text of a call has its line, and so all loops and branches; a crash leaves none."""
+    return call.end() < len(call.string)
+
+
+def _from_common(calls: Sequence[_Call], others: Sequence[_Call]) -> Sequence[_Call]:
     """Return calls from the first one on whose function is among the others'."""
     known = set(map(_function, others))
     return calls[next((at for at, call in enumerate(calls) if _function(call) in known), len(calls)) :]
 
 
-def _function(call: re.Match[str]) -> tuple[str, str]:
+def _function(call: _Call) -> tuple[str, str]:
     return call["path"], call["function"]

@@ -81,8 +81,8 @@ class RecordedRank:
         header: its last header.
         quiet: stacks from the times without an event, in order.
         last_beat: the last time at which it was alive; None if it never told.
-        end: how the program ended, also by a signal that leaves a stack; None: it was killed, called ``os._exit``, or
-            still runs.
+        end: how the program ended, also by a signal that leaves a stack; None: it still runs, or
+            was killed.
         stop: where the recording stopped before the program ended, such as at a full disk; None: it did not.
         notes: sentences that the rank wrote for the reader; also among those of the recording.
         is_cut: whether something unreadable follows the last whole frame.

@@ -155,7 +155,7 @@ AFTER = "; after "
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How the program ended; a kill and ``os._exit`` leave no such frame.
+    """How the program ended; a kill leaves no such frame.
 
     Attributes:
         t_ns: when.
@@ -185,7 +185,7 @@ class RecordingStop:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """The outcome of a rank: neither ``stop`` nor ``end`` while it runs, and after a kill or ``os._exit``."""
+    """The outcome of a rank: neither ``stop`` nor ``end`` while it runs, and after a kill."""
 
     stop: RecordingStop | None = None
     end: RunEnd | None = None

@@ -35,7 +35,7 @@ ROW_DTYPE = np.dtype(
         ("value", "<f8"),
         ("step", "<i4"),  # training step, from 0; -1 outside any step
         # index into Header.strings: metric name, log text, stream of a device, part of loading, dtype of a collective,
-        # Activation.text of what autograd keeps; -1 none
+        # Activation.text of what autograd keeps, owner of optimizer state; -1 none
         ("module", "<i4"),
         ("comm_seq", "<i4"),  # n-th collective issued on comm_group; pairs it across ranks; -1 none
         ("unit", "<i2"),  # index into Header.units; -1 none

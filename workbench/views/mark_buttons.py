@@ -76,7 +76,7 @@ def add_marks(
         for number, sentence in enumerate(["", *found])
     ]
     menu = {"type": "buttons", "direction": "right", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
-    look = {"bgcolor": theme.CLEAR, "bordercolor": theme.GRID, "font": {"size": 12}, "showactive": True}
+    look = {"bgcolor": theme.CLEAR, "bordercolor": theme.GRID, "font": {"size": 12}}
     fig.update_layout(updatemenus=[{**menu, **look, "pad": {"b": 6 + above}, "buttons": buttons}])
     fig.update_layout(margin_t=fig.layout.margin.t + _MENU_HEIGHT, height=fig.layout.height + _MENU_HEIGHT)
 

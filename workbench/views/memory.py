@@ -36,7 +36,7 @@ from workbench.views.paused_time import add_holds, hold_words
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.process import HEIGHT, add_process, process_words
 from workbench.views.rank_labels import MANY, several, who
-from workbench.views.responsive import SIDE, in_lines, legend_entries, on_pages, sides
+from workbench.views.responsive import SIDE, in_lines, legend_entries, legend_width, on_pages, sides
 from workbench.views.span_shapes import TimeAxis, time_axis
 from workbench.views.window import Window, one_rank, window
 
@@ -116,7 +116,7 @@ def memory(
     panels = [replace(_panel(trace, shown, group), by=by) for group in groups[:MAX_PANELS]]
     if not any(panel.peak.num_bytes for panel in panels):
         return theme.empty("No memory is recorded yet: %fsdp shard MODEL splits a model over the ranks.")
-    unsharded = _unsharded(trace.header, [state for group in groups for _, state in group])
+    unsharded = _unsharded(trace, shown, groups)
     is_sampled = process and any((panel.shown.rows["kind"] == Kind.RESIDENT).any() for panel in panels)
     header = _with_short_names(trace.header)
     in_host_order = "in host order and host time: the host allocates and frees the memory" if header.is_enqueued else ""
@@ -181,22 +181,29 @@ def _panel(trace: Trace, shown: Window, group: list[tuple[RankTrace, MemoryState
     return MemoryPanel(ranks=tuple(part.rank for part, _ in group), shown=highest, peak=live.peak(highest))
 
 
-def _unsharded(header: Header, states: Sequence[MemoryState]) -> dict[str, int]:
+def _unsharded(
+    trace: Trace, shown: Window, groups: Sequence[Sequence[tuple[RankTrace, MemoryState]]]
+) -> dict[str, int]:
     """Return the bytes that training without sharding would keep on every rank, by name.
 
     Empty if no parameter is split: the whole parameters then do not say whether the optimizer's state is split, as in
-    ZeRO-1. Otherwise its state is estimated as the mean over the ranks times the number of ranks that share a copy.
+    ZeRO-1. Otherwise the state of sharded parameters is estimated as the mean over the ranks times the number of ranks
+    that share a copy. That of others, such as an unsharded model beside the sharded one, counts once.
     """
-    split = shards(header)
+    split = shards(trace.header)
     if all(part.num_shards == 1 and part.bytes_unsharded == part.bytes_global for part in split):
         return {}
-    state = sum(state.bytes_by_category[Category.OPTIMIZER_STATE] for state in states) / len(states)
-    found = {
+    found = [entry for group in groups for entry in group]
+    state = sum(state.bytes_by_category[Category.OPTIMIZER_STATE] for _, state in found) / len(found)
+    wholes = [trace.rank(part.rank) for part, _ in found]
+    kept = sum(live.not_split(trace.header, each.rows[: shown.places(each)[1]]) for each in wholes) / len(found)
+    num_shards = max((part.num_shards for part in split), default=0)
+    sizes = {
         "parameters": totals(split).bytes_unsharded,
         "gradients": totals(part for part in split if part.param.trainable).bytes_unsharded,
-        "optimizer state": round(state * max((part.num_shards for part in split), default=0)),
+        "optimizer state": round((state - kept) * num_shards + kept),
     }
-    return {name: num_bytes for name, num_bytes in found.items() if num_bytes}
+    return {name: num_bytes for name, num_bytes in sizes.items() if num_bytes}
 
 
 # -- words
@@ -227,7 +234,7 @@ def _subtitle(
         _who(header, panels[0], panels) if len(panels) == 1 else "",
         f"the peak: {describe_peak(header, top.peak)}",
         _unsharded_before(header, top.shown),
-        f"exact bytes owned by FSDP{' and kept for backward' if measured else ''}, in program order",
+        f"exact bytes that the engine owns{' or keeps for backward' if measured else ''}, in program order",
         engine_words(header),
         _kept_for_backward(header, top) if measured else "activations are not measured",
         _left_out(header, groups[len(panels) :]),
@@ -329,7 +336,7 @@ def _draw(
 def _on_page(fig: go.Figure, width: int) -> dict[str, object]:
     """Return the layout changes for a page ``width`` pixels wide: on narrow pages, text over panels has more lines."""
     if width >= theme.NARROWEST:
-        return {}
+        return {"shapes": phases_within(fig, width - sum(sides(fig)) - legend_width(fig))}
     room, most = width - sides(fig)[0] - SIDE, 1
     found = [each.to_plotly_json() for each in fig.layout.annotations]
     for each in found:

@@ -37,11 +37,10 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
             yref="y domain",
             yanchor=1,
             ysizemode="pixel",
-            fillcolor=theme.KIND_COLOURS[kind],
-            line_width=0,
+            fillcolor=theme.faded(theme.KIND_COLOURS[kind]),
+            line={"color": theme.KIND_COLOURS[kind], "width": 1},  # else a dark colour is hardly seen on a dark page
             name=kind.words,
             showlegend=kind.words not in named,
-            opacity=0.35,
             label={"text": text if (end_ns - begin_ns) / whole_ns > share * len(text) else "", "font": {"size": 11}},
             row=row,
             col=col,
@@ -50,12 +49,12 @@ def add_phases(fig: go.Figure, rows: Rows, axis: TimeAxis, *, row: int | None = 
 
 
 def phases_within(fig: go.Figure, pixels: float) -> list[dict[str, Any]]:
-    """Return the shapes of a figure for a plot ``pixels`` wide: strip pieces that are too narrow have no label."""
+    """Return the shapes of a figure for a plot ``pixels`` wide: strip pieces that are wide enough have a label."""
     begin, end = fig.layout.xaxis.range
     found = [shape.to_plotly_json() for shape in fig.layout.shapes]
     for shape in found:
-        if text := shape.get("label", {}).get("text"):
-            wide = (shape["x1"] - shape["x0"]) / (end - begin) * pixels
+        if "label" in shape:
+            text, wide = shape["name"], (shape["x1"] - shape["x0"]) / (end - begin) * pixels
             shape["label"] = {**shape["label"], "text": text if wide > _LETTER * len(text) else ""}
     return found
 

@@ -49,7 +49,7 @@ def process_words(header: Header, shown: Sequence[RankTrace], whole: Sequence[Ra
     most, owned = int(highest.resident[place]), int(highest.owned[place])
     before = int(highest.baseline[place])
     rest = int(highest.not_owned[place]) - before
-    parts = [f"{format_bytes(owned)} owned by FSDP", f"{format_bytes(rest)} not owned"]
+    parts = [f"{format_bytes(owned)} {OWNED}", f"{format_bytes(rest)} {NOT_OWNED}"]
     parts += [f"{format_bytes(before)} from before sharding"] if before else []
     words = f"the whole process uses up to {format_bytes(most)}: {', '.join(parts)}"
     return "; ".join([words, *_loading_words(header, whole)])

@@ -104,8 +104,8 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     margin["t"] += top - theme.heading(title, subtitle)[1]
     margin |= own.pop("margin", {})
     beside = sum(sides(fig)) if own.get("yaxis", {}).get("automargin", True) else margin["l"] + margin["r"]
-    entries = legend_entries(fig).values()
-    below, entry = None, _MARK + max(map(_width, entries), default=0)
+    entries = legend_entries(fig)
+    below, entry = None, legend_width(fig)
     is_beside, is_below = fig.layout.legend.y is None, fig.layout.legend.yref == "container"
     is_tight = is_beside and drawn - beside - entry < _LEAST_BESIDE * width
     if entries and (is_tight or (width < theme.NARROWEST and (is_beside or is_below))):
@@ -180,6 +180,11 @@ def sides(fig: go.Figure) -> tuple[int, int]:
         if axis.automargin is not False and axis.visible is not False:
             beside[side] = max(beside[side], _beside(axis))
     return beside["left"] or _SIDE, beside["right"] or _SIDE
+
+
+def legend_width(fig: go.Figure) -> int:
+    """Return the approximate pixels that the legend takes beside the plot, in which each entry has a line."""
+    return _MARK + max(map(_width, legend_entries(fig).values()), default=0)
 
 
 def _beside(axis: go.layout.YAxis) -> int:

@@ -89,6 +89,12 @@ def rank_colours(num_ranks: int) -> list[tuple[str, str]]:
     return [(fill, "#ffffff" if point <= 0.5 else "#111111") for fill, point in zip(fills, points, strict=True)]
 
 
+def faded(colour: str) -> str:
+    """Return a colour ``#rrggbb`` as one that the page shines through, for areas that must not hide what they cover."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.3)"
+
+
 def escape(text: str) -> str:
     """Return ``text`` escaped so that plotly shows it literally: no tags, no entities, no TeX between dollars."""
     return html.escape(text, quote=True).replace("&quot;", "&#34;").replace("$", "&#36;")  # plotly knows no &quot;

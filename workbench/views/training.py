@@ -90,7 +90,8 @@ def _subtitle(result: Summary, num_left_out: int, header: Header) -> str:
         sentences.append(f"Each point is the mean of up to {bucket} steps; its band is their range.")
     if result.cuts:
         sentences.append(
-            f"Dotted line: a new model begins; the title describes the current one, from step {result.cuts[-1]} on."
+            f"Dotted line: a new model begins, or a heal has made it again; the title describes the current one, "
+            f"from step {result.cuts[-1]} on."
         )
     if result.behind and num_ranks > MANY:  # with few ranks this lasts only a moment
         last = step_name(int(result.step_times.steps[-1]))
@@ -140,7 +141,7 @@ def _add_panel(
     if np.any(points.high > points.low):
         x, y = _outline(points)
         edge = {"mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "showlegend": False}
-        fig.add_scatter(x=x, y=y, **edge, fill="toself", fillcolor=_band(colour), row=row, col=col)
+        fig.add_scatter(x=x, y=y, **edge, fill="toself", fillcolor=theme.faded(colour), row=row, col=col)
     fig.add_scatter(
         x=points.steps,
         y=points.mean,
@@ -159,11 +160,6 @@ def _add_panel(
     few = points.steps[-1] - points.steps[0] <= 10
     fig.update_xaxes(title_text="step", dtick=1 if few else None, row=row, col=col)
     fig.update_yaxes(**axis, row=row, col=col)
-
-
-def _band(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.25)"
 
 
 def _outline(points: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -60,19 +60,8 @@ def page(trace: Trace, title: str) -> str:
     """
     figures = {name: json.loads(str(draw(name, trace).to_json())) for name in FIGURES}
     program, plotly = joined("page.js"), get_plotlyjs()
-    for script in (program, plotly):
-        if "</script" in script.lower() or "<!--" in script:
-            raise ValueError("a script of the page contains </script or <!--")
     return _PAGE.format(
-        policy="; ".join(
-            (
-                "default-src 'none'",
-                f"script-src {_hash(plotly)} {_hash(program)}",
-                "style-src 'unsafe-inline'",  # plotly sets inline styles
-                "base-uri 'none'",
-                "form-action 'none'",
-            )
-        ),
+        policy=content_policy(plotly, program),
         title=html.escape(title),
         about=html.escape(_about(trace)),
         style="".join((STATIC / name).read_text("utf-8") for name in ("dashboard.css", "figures.css", "page.css")),
@@ -91,6 +80,26 @@ def _about(trace: Trace) -> str:
     return (
         f"{'; '.join(what)}. "
         "Drag in a panel or on the axis to move the cursor; the left and right arrow keys move by one event."
+    )
+
+
+def content_policy(*scripts: str) -> str:
+    """Return the content security policy of a page that runs these scripts, and fetches nothing.
+
+    Raises:
+        ValueError: a script contains the end of a script.
+    """
+    for script in scripts:
+        if "</script" in script.lower() or "<!--" in script:
+            raise ValueError("a script of the page contains </script or <!--")
+    return "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(map(_hash, scripts))}",
+            "style-src 'unsafe-inline'",  # plotly sets inline styles
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
     )
 
 

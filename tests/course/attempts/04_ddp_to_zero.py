@@ -400,3 +400,30 @@ class Bucketed(DDP):
             work.wait()
             for unit, part in zip(units, flat.split([unit.full.numel() for unit in units]), strict=True):
                 unit.kept.grad = part / world_size
+
+
+# %% zero-buckets: while units still have work to do
+# %%fsdp
+class Bucketed(DDP):
+    bucket, sent = [], []
+
+    def reduce(self, grad):
+        self.bucket.append((self, grad))
+        if len(self.bucket) == 2 or self is model[0]:
+            self.finish()  # the bucket before
+            members = self.bucket[:]
+            self.bucket.clear()
+            flat = torch.cat([grad for _, grad in members])
+            with self.unit.reduce():
+                self.sent.append((members, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self):
+        for members, flat, work in self.sent:
+            work.wait()
+            flat /= world_size
+            for (unit, _), part in zip(members, flat.split([len(grad) for _, grad in members])):
+                unit.kept.grad = part.clone()
+        self.sent.clear()
+
+    def before_step(self):
+        self.finish()

@@ -35,10 +35,6 @@ wrap = f"{block},Linear"
 
 
 # %% yours-wrap: nothing is sharded yet
-wrap = f"{block} Embedding"
-
-
-# %% yours-wrap: nothing is sharded yet
 wrap = f"{block},Embeding"
 
 

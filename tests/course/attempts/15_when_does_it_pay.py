@@ -15,6 +15,14 @@ def tokens_to_hide(flops, rate, ranks, gathered, reduced):
 tokens_to_hide = lambda f, r, k, g, d: (1 - 1 / k) * (g / r + g / r + d / r) * f / (2 + 4)
 
 
+# %% pay-tokens: right
+import math
+
+
+def tokens_to_hide(flops, rate, ranks, gathered, reduced):
+    return math.ceil((ranks - 1) / ranks * (2 * gathered + reduced) / rate * flops / 6)
+
+
 # %% pay-tokens: is not right: look at the three lines above
 def tokens_to_hide(flops, rate, ranks, gathered, reduced):
     return (ranks - 1) / ranks * (2 * gathered + reduced) / rate * flops / 2
@@ -106,6 +114,21 @@ def policy(net):
     for first in (0, 2):
         fully_shard([net.blocks[first], net.blocks[first + 1]], reshard_after_forward=False)
     return fully_shard(net)
+
+
+# %% pay-budget: right
+# %%fsdp
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+
+def policy(net):
+    short = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for block in net.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, reshard_after_forward=False, mp_policy=short)
+    return fully_shard(net, mp_policy=short)
 
 
 # %% pay-budget: (2 of 5 findings, 0 of 4 points)

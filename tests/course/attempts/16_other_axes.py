@@ -30,19 +30,19 @@ def schedule(rank, world_size, parts):
     return sorted(at, key=at.get)
 
 
-# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %% axes-schedule: the most parts that each rank keeps at once are not those of the reference
 # %%fsdp
 def schedule(rank, world_size, parts):
     return all_forwards_first(rank, world_size, parts)
 
 
-# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %% axes-schedule: the most parts that each rank keeps at once are not those of the reference
 # %%fsdp
 def schedule(rank, world_size, parts):
     return [(what, part) for part in range(parts) for what in ("forward", "backward")]
 
 
-# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %% axes-schedule: the most parts that each rank keeps at once are not those of the reference
 # %%fsdp
 def schedule(rank, world_size, parts):
     first = [("forward", 0), ("forward", 1)]
@@ -81,10 +81,53 @@ def schedule(rank, world_size):
     return all_forwards_first(rank, world_size, 4)
 
 
-# %% axes-schedule: of how many parts a rank keeps activations at once are not those of the reference
+# %% axes-schedule: the most parts that each rank keeps at once are not those of the reference
 # %%fsdp
 def schedule(rank, world_size, parts):
     order = []
     for first in range(0, parts, 2):
         order += [("forward", first), ("forward", first + 1), ("backward", first), ("backward", first + 1)]
     return order
+
+
+# %% axes-schedule: are not those of the reference: 12 at [0], expected 10
+# %%fsdp
+def schedule(rank, world_size, parts):
+    size, order = world_size - rank, []
+    for first in range(0, parts, size):
+        group = range(first, min(first + size, parts))
+        order += [("forward", part) for part in group] + [("backward", part) for part in group]
+    return order
+
+
+# %% axes-schedule: the turns of a step, here and for 8 parts on 4 ranks
+# %%fsdp
+def schedule(rank, world_size, parts):
+    order = [("forward", part) for part in range(min(2, parts) if rank == 0 else 1)]
+    late = len(order)
+    for part in range(parts):
+        order.append(("backward", part))
+        if late - 1 <= part and part + 1 < parts and late < parts:
+            order.append(("forward", late))
+            late += 1
+    return order
+
+
+# %% axes-schedule: at [1], expected 22
+# %%fsdp
+def schedule(rank, world_size, parts):
+    warm = 1 if rank == 0 else 0
+    order = [("forward", part) for part in range(warm)]
+    for part in range(parts - warm):
+        order += [("forward", warm + part), ("backward", part)]
+    return order + [("backward", part) for part in range(parts - warm, parts)]
+
+
+# %% axes-schedule: an older step does not count
+# %%fsdp
+def schedule(rank, world_size, parts):
+    warm = min(rank, parts)
+    order = [("forward", part) for part in range(warm)]
+    for part in range(parts - warm):
+        order += [("forward", warm + part), ("backward", part)]
+    return order + [("backward", part) for part in range(parts - warm, parts)]

@@ -136,10 +136,10 @@ def trains_as_torchs(mesh: Mesh, strategy: str, make_model: Callable[[], Decoder
 
 
 def every_way() -> Iterator[tuple[Any, Callable[[], None]]]:
-    for strategy, use_orig_params in itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), EITHER):
-        if (strategy, use_orig_params) != ("NO_SHARD", True):  # torch's wrapper loses its optimizer's parameters
-            options = {"use_orig_params": use_orig_params}
-            yield (strategy, use_orig_params), partial(trains_as_torchs, FSDP_TP, strategy, make, **options)
+    # of NO_SHARD with pieces, torch's wrapper loses the optimizer's parameters
+    for strategy, pieces in (("FULL_SHARD", False), ("FULL_SHARD", True), ("SHARD_GRAD_OP", True), ("NO_SHARD", False)):
+        options = {"use_orig_params": pieces}
+        yield (strategy, pieces), partial(trains_as_torchs, FSDP_TP, strategy, make, **options)
     for mesh in HSDP[1:]:
         for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
             yield (mesh, strategy), partial(trains_as_torchs, mesh, strategy, make)
@@ -187,11 +187,9 @@ def trains_as_plain(mesh: Mesh, use_orig_params: bool, make_model: Callable[[], 
 @pytest.mark.thorough
 def test_it_trains_and_clips_as_a_plain_model():
     cases = {
-        "flat": partial(trains_as_plain, FSDP_TP, False, make),
         "pieces": partial(trains_as_plain, FSDP_TP, True, make_uneven),
         "uneven": partial(trains_as_plain, FSDP_TP, False, make_uneven),
         "copies of shards": partial(trains_as_plain, HSDP[0], True, make),
-        "copies": partial(trains_as_plain, HSDP[1], False, make),
         "NO_SHARD": partial(trains_as_plain, FSDP_TP, True, make, "NO_SHARD"),
     }
     run_cases(4, cases)
@@ -216,14 +214,15 @@ def registers(model: nn.Module) -> None:
 
 
 def trains_alike(use_orig_params: bool) -> None:
+    """Train with everything at once that changes no loss."""
     ahead = {"forward_prefetch": True, "backward_prefetch": OURS.BackwardPrefetch.BACKWARD_POST}
     expected = train(*made(use_orig_params), range(3))
+    model, optimizer, dp = made(use_orig_params)
     for change in (recomputes, evaluates, registers):
-        model, optimizer, dp = made(use_orig_params)
         change(model)
-        torch.testing.assert_close(train(model, optimizer, dp, range(3)), expected, msg=change.__name__)
-    for options in (ahead, {"cpu_offload": OURS.CPUOffload(offload_params=True)}):
-        assert train(*made(use_orig_params, **options), range(3)) == expected
+    torch.testing.assert_close(train(model, optimizer, dp, range(3)), expected)
+    options = {**ahead, "cpu_offload": OURS.CPUOffload(offload_params=True)}
+    assert train(*made(use_orig_params, **options), range(3)) == expected
 
 
 def some_are_frozen() -> None:
@@ -420,7 +419,7 @@ def takes_whole_values() -> None:
     with torch.no_grad():
         for param in plain.parameters():
             param.add_(1)
-    for mesh, use_orig_params, assign in itertools.product((FSDP_TP, HSDP[0]), EITHER, EITHER):
+    for mesh, use_orig_params, assign in covering(2, (FSDP_TP, HSDP[0]), EITHER, EITHER):
         model, *_ = made(use_orig_params, mesh)
         model.load_state_dict(plain.state_dict(), assign=assign)
         torch.testing.assert_close(whole(model), whole(plain), **SAME)
@@ -660,36 +659,35 @@ def is_undone() -> None:
 
 
 def goes_there_and_back() -> None:
-    """Carry an optimizer from tensor parallelism alone to the wrapper, to fully_shard, and back."""
-    for use_orig_params in EITHER:
-        reference, kept, dp = made(use_orig_params)
-        expected = train(reference, kept, dp, range(8))
-        model, optimizer, _ = made(use_orig_params)
-        losses = train(model, optimizer, dp, range(2))
-        model, _ = unwrap(model, [optimizer])
-        assert all(isinstance(v, DTensor) for s in optimizer.state.values() for k, v in s.items() if k != "step")
-        model = wrap(OURS, model, dp, use_orig_params=not use_orig_params)
-        rewrap_optimizers(model, [optimizer])
-        losses += train(model, optimizer, dp, range(2, 4))
-        memo: dict[int, Any] = {}
-        copied, (copied_optimizer,) = plain_copy(model, memo, [optimizer])
-        torch.testing.assert_close(whole(copied), whole(model), **SAME)
-        assert {id(p) for group in copied_optimizer.param_groups for p in group["params"]} == set(
-            map(id, copied.parameters())
-        )
-        model, _ = unwrap(model, [optimizer])
-        before = dict(model.named_parameters())
-        for block in model.blocks:
-            fully_shard(block, mesh=dp)
-        fully_shard(model, mesh=dp)
-        remap_optimizer(optimizer, {before[name]: param for name, param in model.named_parameters()})
-        losses += train(model, optimizer, dp, range(4, 6))
-        unshard_module(model, [optimizer])
-        model = wrap(OURS, model, dp, use_orig_params=use_orig_params)
-        rewrap_optimizers(model, [optimizer])
-        losses += train(model, optimizer, dp, range(6, 8))
-        torch.testing.assert_close(losses, expected)
-        torch.testing.assert_close(whole(model), whole(reference))
+    """Carry an optimizer from pieces to flat parameters, to fully_shard, and to pieces again."""
+    reference, kept, dp = made(use_orig_params=True)
+    expected = train(reference, kept, dp, range(8))
+    model, optimizer, _ = made(use_orig_params=True)
+    losses = train(model, optimizer, dp, range(2))
+    model, _ = unwrap(model, [optimizer])
+    assert all(isinstance(v, DTensor) for s in optimizer.state.values() for k, v in s.items() if k != "step")
+    model = wrap(OURS, model, dp, use_orig_params=False)
+    rewrap_optimizers(model, [optimizer])
+    losses += train(model, optimizer, dp, range(2, 4))
+    memo: dict[int, Any] = {}
+    copied, (copied_optimizer,) = plain_copy(model, memo, [optimizer])
+    torch.testing.assert_close(whole(copied), whole(model), **SAME)
+    assert {id(p) for group in copied_optimizer.param_groups for p in group["params"]} == set(
+        map(id, copied.parameters())
+    )
+    model, _ = unwrap(model, [optimizer])
+    before = dict(model.named_parameters())
+    for block in model.blocks:
+        fully_shard(block, mesh=dp)
+    fully_shard(model, mesh=dp)
+    remap_optimizer(optimizer, {before[name]: param for name, param in model.named_parameters()})
+    losses += train(model, optimizer, dp, range(4, 6))
+    unshard_module(model, [optimizer])
+    model = wrap(OURS, model, dp, use_orig_params=True)
+    rewrap_optimizers(model, [optimizer])
+    losses += train(model, optimizer, dp, range(6, 8))
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(whole(model), whole(reference))
 
 
 @pytest.mark.exhaustive

@@ -222,10 +222,10 @@ class PageRange:
         """Return the pages to the pool."""
         if not self._num_bytes:
             return
-        if self._kept is not None:
-            _move(self._range.address, self._kept.range.address, self._num_bytes)
-            spare.give_back(self._kept)
-            self._kept = None
+        kept, self._kept = self._kept, None  # first: if the rest raises, a second call does not return it twice
+        if kept is not None:
+            _move(self._range.address, kept.range.address, self._num_bytes)
+            spare.give_back(kept)
         self._map_nan()
 
     def _map_fresh(self) -> None:

@@ -97,21 +97,25 @@ class SimulatedEvent:
 
 
 class SimulatedWork(dist.Work):
-    """A collective in a stream of its own group: it begins after the issuing stream and the group's last collective."""
+    """A collective in a stream of its own group: it begins after the issuing stream and the group's last collective.
+
+    Attributes:
+        until_ns: when it ends.
+    """
 
     def __init__(self, device: SimulatedDevice, until_ns: int) -> None:
         super().__init__()
-        self._device, self._until_ns = device, until_ns
+        self._device, self.until_ns = device, until_ns
 
     def wait(self, *_: object) -> bool:
         """Make the current stream wait."""
         stream = self._device.current_stream()
-        stream.until_ns = max(stream.until_ns, self._until_ns)
+        stream.until_ns = max(stream.until_ns, self.until_ns)
         return True
 
     def is_completed(self) -> bool:
         """Whether the collective has ended."""
-        return self._device.time_ns >= self._until_ns
+        return self._device.time_ns >= self.until_ns
 
 
 class SimulatedTransport(StreamTransport):

@@ -6,6 +6,8 @@
 
 /** @typedef {{ meta?: Meta } & Record<string, unknown>} Layout */
 
+/** @typedef {{ yref?: string, yanchor?: string, y?: number }} Legend */
+
 /**
  * An element in which plotly has drawn a figure.
  * @typedef {HTMLElement & { layout: Layout, on?: (event: string, call: () => void) => void }} Graph
@@ -27,7 +29,10 @@
  */
 export function followWidth(graph, redraw) {
   explainTerms(graph);
-  graph.on?.("plotly_afterplot", () => { explainTerms(graph); });
+  graph.on?.("plotly_afterplot", () => {
+    explainTerms(graph);
+    if (cutEmptySpace(graph)) redraw();
+  });
   const around = graph.parentElement, { least, narrow } = graph.layout.meta ?? {};
   if (!around || !least || !narrow) return () => undefined;
   graph.style.minWidth = `${least}px`;
@@ -47,6 +52,28 @@ export function followWidth(graph, redraw) {
   });
   observer.observe(around);
   return () => { observer.disconnect(); };
+}
+
+/**
+ * Cut what a legend under the plot leaves empty below it: a layout has room for the widest font.
+ * @param {Graph} graph
+ * @returns {boolean} whether its layout has changed
+ */
+function cutEmptySpace(graph) {
+  const { layout } = graph, legend = /** @type {Legend | undefined} */ (layout.legend);
+  const margin = /** @type {{ b?: number } | undefined} */ (layout.margin);
+  if (legend?.yref !== "container" || legend.yanchor !== "top") return false;
+  const box = graph.querySelector(".legend .bg")?.getBoundingClientRect();
+  const whole = graph.querySelector(".main-svg")?.getBoundingClientRect();
+  if (!box?.height || !whole || margin?.b === undefined) return false;
+  const height = typeof layout.height === "number" ? layout.height : whole.height; // plotly forgets it on a resize
+  if (Math.abs(whole.height - height) > 1) return false;
+  const empty = Math.floor(whole.bottom - box.bottom);
+  if (empty < 2) return false;
+  layout.height = height - empty;
+  margin.b -= empty;
+  legend.y = ((legend.y ?? 0) * height - empty) / (height - empty);
+  return true;
 }
 
 /**

@@ -10,7 +10,7 @@ function distance(guess, measured) {
   const difference = Number(guess) - measured, away = Math.abs(difference);
   if (away <= 1e-9 * Math.abs(measured)) return "exactly right";
   const ratio = Number(guess) / measured;
-  const times = ratio > 0 && (ratio < 0.5 || ratio > 2) ? `, ${String(Number(ratio.toPrecision(3)))} times the measured` : "";
+  const times = ratio > 0 && (ratio < 0.5 || ratio > 2) ? `, ${String(Number(ratio.toPrecision(3)))} times the answer` : "";
   const share = measured ? ` (${String(Math.round((100 * away) / Math.abs(measured)))}%${times})` : "";
   const words = away.toLocaleString("en", { maximumSignificantDigits: Number.isInteger(away) ? 21 : 4 });
   return `${words} too ${difference > 0 ? "high" : "low"}${share}`;

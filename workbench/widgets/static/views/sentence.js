@@ -3,7 +3,7 @@
 import { make, write } from "../dom.js";
 
 const REPLY_MS = 8000; // how long the result of a button is shown
-const SILENT = "The kernel does not answer: it may be busy with a cell, or have ended.";
+const SILENT = "The kernel does not answer: it may be busy with a cell, out of reach, or have ended.";
 
 export class SentenceView {
   constructor() {
