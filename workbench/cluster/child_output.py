@@ -1,7 +1,8 @@
 """Output of a rank's child processes, such as DataLoader workers, and of its C code, shown with the rank's own output.
 
 A rank's stdout publishes through a thread. A forked process lacks that thread, so its output would be lost. It writes
-to a pipe instead, and the rank prints the pipe's text as its own. Programs started by multiprocessing or subprocess
+to a pipe instead, and the rank prints the pipe's text as its own, before what it writes itself after a child has
+written. Programs started by multiprocessing or subprocess
 inherit the pipe too: it replaces the rank's standard files while the child starts, and no longer, because what the rank
 itself writes there when it dies belongs in its log.
 
@@ -39,8 +40,10 @@ class ChildOutput:
     def __init__(self, log: int | None = None) -> None:
         self._pipes = [_Pipe(stream, number) for number, stream in ((1, sys.stdout), (2, sys.stderr))]
         self._logs = [] if log is None else _redirected(log, sys.stderr)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what the garbage collector ends meanwhile may write, too
         self._starts = threading.Lock()
+        for pipe in self._pipes:
+            pipe.stream.write = self._after_children(pipe)  # type: ignore[method-assign]
         os.register_at_fork(after_in_child=self._in_child)
         for module, name in ((_posixsubprocess, "fork_exec"), (subprocess, "_fork_exec")):
             setattr(module, name, self._shown(getattr(module, name)))
@@ -51,6 +54,17 @@ class ChildOutput:
         with self._lock:
             for file in (*self._pipes, *self._logs):
                 file.take()
+
+    def _after_children(self, pipe: _Pipe) -> Callable[[str], int]:
+        """Return the ``write`` of a pipe's stream, which first forwards what children have written to the pipe."""
+        write = pipe.write
+
+        def write_after(text: str) -> int:
+            with self._lock:
+                pipe.take()
+                return write(text)
+
+        return write_after
 
     def _listen(self) -> None:
         selector = selectors.DefaultSelector()
@@ -72,7 +86,7 @@ class ChildOutput:
         return shown
 
     def _in_child(self) -> None:
-        self._starts = threading.Lock()  # another thread may have held it at the fork
+        self._starts, self._lock = threading.Lock(), threading.RLock()  # another thread may have held them at the fork
         for name, pipe in zip(("stdout", "stderr"), self._pipes, strict=True):
             file = pipe.in_child()
             if getattr(sys, name) is pipe.stream:  # else the user's code has redirected it
@@ -89,16 +103,17 @@ class _ReadFile:
     Attributes:
         reads: likewise.
         stream: likewise.
+        write: of the stream, as it was before.
     """
 
     def __init__(self, reads: int, stream: TextIO) -> None:
-        self.reads, self.stream = reads, stream
+        self.reads, self.stream, self.write = reads, stream, stream.write
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def take(self) -> None:
         with suppress(BlockingIOError):  # a pipe is empty
             while piece := os.read(self.reads, _PIECE_BYTES):
-                self.stream.write(self._decoder.decode(piece))
+                self.write(self._decoder.decode(piece))
 
 
 def _redirected(log: int, stream: TextIO) -> list[_ReadFile]:
