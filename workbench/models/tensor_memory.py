@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from workbench.models import garbage
 from workbench.models._torch_private import DispatchMode, local_of
 
 
@@ -72,8 +73,8 @@ def tensor_bytes(step: Callable[[], object]) -> dict[str, int]:
 
     Cycles of garbage are collected before and after, so that only what is held counts.
     """
-    gc.collect()
+    garbage.collect()
     with TensorMemory() as memory:
         step()
-    gc.collect()
+    garbage.collect()
     return {"before": memory.begin_bytes, "peak": memory.peak_bytes, "after": memory.num_bytes()}

@@ -6,7 +6,6 @@ cell makes again is kept, unless it belongs to the model that is gone.
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from workbench.engine._torch import local_of
+from workbench.models import garbage
 from workbench.runtime.namespace import OFFERED, user_namespace
 from workbench.runtime.program_state import RandomStates, fingerprint, is_iterator, reachable
 from workbench.runtime.training_state import unreached
@@ -45,7 +45,7 @@ def begin_again() -> None:
     for name, value in [*_kept.items()]:
         if name in OFFERED or isinstance(value, _OF_LAST_MODEL):
             del _kept[name]
-    gc.collect()
+    garbage.collect()
     if _born is not None:
         states, at_birth = _born
         states.set(at_birth)

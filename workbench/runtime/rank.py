@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import time
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.process_groups import GROUP_NUMBERS
 from workbench.errors import ClusterError
 from workbench.events import UNIT_INDICES, Category, Edge, Kind, Phase, Unit
+from workbench.models import garbage
 from workbench.models.c10d import sees_all_collectives
 from workbench.models.engines import Watch
 from workbench.models.own import log_metric
@@ -281,7 +281,7 @@ class RankRuntime:
         models = {name: find_module(name) for name in module_names()}
         now = {id(model) for model in models.values()}
         if self.models - now:
-            gc.collect()  # modules, hooks and parameters of a model refer to each other
+            garbage.collect()  # modules, hooks and parameters of a model refer to each other
         self.models = now
         self.watch.note(outermost(models).values())
         self.recorder.note_gone()

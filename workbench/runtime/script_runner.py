@@ -11,7 +11,6 @@ beside a script are imported again.
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import importlib.util
 import inspect
@@ -40,6 +39,7 @@ from workbench.engine._torch import named_groups
 from workbench.engine.cancellable_waits import cancellation
 from workbench.engine.process_groups import OWN
 from workbench.errors import UsageError
+from workbench.models import garbage
 from workbench.protocol.commands import Run, RunReply
 from workbench.runtime.group_membership import GroupMembership
 from workbench.runtime.namespace import OFFERED, user_namespace
@@ -141,7 +141,7 @@ class ScriptRunner:
         for name in self._names:
             namespace.pop(name, None)
         namespace.update(self._hidden)
-        gc.collect()  # models and optimizers refer to themselves
+        garbage.collect()  # models and optimizers refer to themselves
         for name, group in self._user_groups().items():
             if name in self._group_names:
                 dist.destroy_process_group(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from workbench.engine.model_check import check_same_lines
 from workbench.engine.module_names import clean, named_params
 from workbench.engine.unsharding import remap_optimizer
 from workbench.errors import UsageError
-from workbench.models import ours
+from workbench.models import garbage, ours
 from workbench.models.engines import OF_COMMANDS, WATCHED, class_name, is_wrapper
 from workbench.models.ours import api_of, check_one_api
 from workbench.models.plain_model import PlainModel, fully_shard_options, unchanged_on_error, wrapper_options
@@ -91,7 +90,7 @@ def shard(command: Shard, rank: RankContext) -> ShardReply:
         sharded = _shard_by_torch(command, rank, PlainModel(model, tuple(inner), tuple(ignored), mesh, kept))
     else:
         sharded = _described(command, _shard(command, mesh, model, inner, ignored))
-    gc.collect()  # a model that this one replaces is a reference cycle
+    garbage.collect()  # a model that this one replaces is a reference cycle
     rank.recorder.note_gone()
     sharded = replace(_linted(sharded, rank), first_step=rank.recorder.next_step)
     return sharded if command.wrap else replace(sharded, chosen=tuple(sorted({class_name(each) for each in inner})))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from workbench.engine._torch import local_of
 from workbench.engine.module_names import clean
 from workbench.errors import UsageError
+from workbench.models import garbage
 from workbench.models.engines import is_sharded
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.program_state import RandomStates, is_iterator, reachable
@@ -111,7 +112,7 @@ def unreached(variables: Mapping[str, object]) -> list[str]:
     """
     found = _unreached(variables)
     if found:
-        gc.collect()  # an object of an earlier model may only be waiting for this
+        garbage.collect()  # an object of an earlier model may only be waiting for this
         found = _unreached(variables)
     return sorted({f"an instance of {name} that no public variable reaches" for name in found})
 
