@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from tests.helpers import huggingface_models as hf
 from tests.helpers import loading_scripts, small_models
@@ -485,6 +485,82 @@ class Files(Dataset):
 def clean_unknown_data(ns):
     prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
     ns["loader"] = DataLoader(Files(), shuffle=True)
+
+
+class Stream(IterableDataset):
+    def __init__(self, first, count=6):
+        self.first, self.count = first, count
+
+    def __iter__(self):
+        for place in range(self.count):
+            yield torch.arange(self.first + place, self.first + place + 8) % 7
+
+
+def trained_from(ns, loader, model=None, part=lambda rows: rows):
+    """Train with the rows of a loader: parts of them, if ``part`` takes some."""
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard) if model is None else model)
+    ns["loader"] = loader
+    for rows in loader:
+        ns["loss"](ns["model"], part(rows)).backward()
+        ns["opt"].step()
+        ns["opt"].zero_grad()
+
+
+@with_each_engine
+def same_stream(ns, engine):
+    trained_from(ns, DataLoader(Stream(0), batch_size=2), blockwise(make_net(dim=16), engine.fully_shard))
+
+
+@case
+def same_stream_under_ddp(ns):
+    trained_from(ns, DataLoader(Stream(0), batch_size=2), DistributedDataParallel(make_net(dim=16)))
+
+
+@case
+def same_order_without_shuffle(ns):
+    rows = TensorDataset(torch.arange(96).reshape(12, 8) % 7)
+    trained_from(ns, DataLoader(rows, batch_size=2), part=lambda rows: rows[0])
+
+
+@case
+def clean_stream_by_rank(ns):
+    trained_from(ns, DataLoader(Stream(9 * ns["rank"]), batch_size=2))
+
+
+@case
+def clean_rows_by_rank(ns):
+    trained_from(ns, DataLoader(Stream(0, 12), batch_size=4), part=lambda rows: rows[ns["rank"]][None])
+
+
+@case
+def clean_one_batch_again_and_again(ns):
+    trained_from(ns, [next(iter(DataLoader(Stream(0), batch_size=2)))] * 3)
+
+
+@case
+def clean_evaluated_alike(ns):
+    trained_from(ns, DataLoader(Stream(9 * ns["rank"]), batch_size=2))
+    ns["val_loader"] = DataLoader(Stream(0), batch_size=2)
+    with torch.no_grad():
+        for rows in ns["val_loader"]:
+            ns["model"](rows)
+
+
+class Gathering(Net):
+    """A model that each rank gives all rows, and that itself moves activations between ranks."""
+
+    def forward(self, tokens):
+        found = super().forward(tokens)
+        parts = torch.empty(dist.get_world_size() * len(found), *found.shape[1:])
+        dist.all_gather_into_tensor(parts, found.detach())
+        return found
+
+
+@case
+def clean_activations_moved_by_itself(ns):
+    model = make_net(dim=16)
+    model.__class__ = Gathering
+    trained_from(ns, DataLoader(Stream(0), batch_size=2), blockwise(model, ours.fully_shard))
 
 
 @with_each_engine

@@ -86,6 +86,16 @@ EXPECTED = {
     "no_zero_grad": ("no-zero-grad", "step 2 of opt", "used those of step 1 again", "opt.zero_grad()"),
     "no_set_epoch": ("no-set-epoch", "2 epochs repeated", "loader.sampler.set_epoch(epoch)"),
     "sampler_seeds_differ": ("sampler-seeds-differ", "loader.sampler: rank 0 alone; rank 1 alone"),
+    **dict.fromkeys(
+        ("same_stream", "same_stream_under_ddp"),
+        (
+            "same-data",
+            "loader gave several ranks the same rows to train on: the inputs of the first 3 forwards",
+            "loader: ranks 0-3 alike",
+            "let Stream.__iter__ yield each rank its own part",
+        ),
+    ),
+    "same_order_without_shuffle": ("same-data", "inputs of the first 4 forwards", "DistributedSampler(loader.dataset)"),
     "same_rank_of_samplers": ("same-data", "loader.sampler has the same rank", "ranks 0-3 alike"),
     "same_random_numbers": ("same-random-numbers", "ranks 0-3 alike", "torch.set_rng_state(states[rank])"),
     "optimizer_not_resumed": ("optimizer-not-resumed", "schedule (StepLR) is at step 30", "set_state_dict"),
@@ -177,6 +187,7 @@ EXPECTED = {
 ABSTAINS = {
     "clean_ignored_by_ddp": "in-no-unit: what averages the gradients of scale, which the wrapper ignores",
     "clean_unknown_data": "same-data: whether loader has the same rows on every rank is unknown",
+    "clean_activations_moved_by_itself": "same-data: ranks that send each other activations within a forward",
     "clean_before_the_optimizer": "low-precision-master: model has 16-bit parameters, and no optimizer",
     "clean_with_an_optimizer_of_its_own": "low-precision-master: whether opt (KeepsMaster) keeps float32 copies",
     "clean_hosts_of_unknown_size": "mesh-turned-round: hosts have different numbers of ranks",

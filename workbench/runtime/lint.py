@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import CodeType
 
+import numpy as np
 from torch import nn
 from torch.optim import Optimizer
 
 from workbench.base.fault import Fault
 from workbench.errors import UsageError
-from workbench.events import ENGINES, Unit
+from workbench.events import ENGINES, Kind, Phase, Unit
 from workbench.models.engines import Watch, is_sharded
 from workbench.models.sharded_model import ShardedModel
 from workbench.protocol.commands import Lint
@@ -22,8 +24,10 @@ from workbench.runtime.lint_target import Abstains, Finding, LintTarget, LintUni
 from workbench.runtime.loop_steps import held_ids
 from workbench.runtime.model_summary import outermost
 from workbench.runtime.namespace import find_module, module_names, variables
-from workbench.runtime.recorder import Recorder
+from workbench.runtime.recorder import CAPACITY, Recorder
 from workbench.runtime.training_history import TrainingHistory
+
+_MOVE_ACTIVATIONS = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.SEND, Kind.RECV)
 
 
 @does(Lint)
@@ -101,10 +105,17 @@ def target_of(name: str, model: nn.Module, rank: RankContext) -> LintTarget:
         history=rank.history,
         lost_ties=rank.emptied.lost_ties,
         reads=rank.reads,
+        sends_activations=partial(_sends_activations, rank.recorder),
         rank=rank.groups.rank,
         world_size=rank.groups.world_size,
         local_world_size=rank.groups.local_world_size,
     )
+
+
+def _sends_activations(recorder: Recorder, since_ns: int) -> bool:
+    rows = recorder.newest(CAPACITY)
+    own = (rows["unit"] < 0) & (rows["phase"] == Phase.FORWARD) & (rows["t_ns"] >= since_ns)
+    return bool((own & np.isin(rows["kind"], _MOVE_ACTIVATIONS)).any())
 
 
 def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:

@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from types import CodeType, FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from workbench.base.fault import Fault, added_late, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.base.text_formats import plural
@@ -52,6 +52,7 @@ from workbench.runtime.lint_target import (
 )
 from workbench.runtime.step_counters import count_in
 from workbench.runtime.training_history import OptimizerHistory
+from workbench.runtime.training_inputs import LoaderInputs
 
 TOY_NBYTES = 1 << 20
 """Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""
@@ -531,16 +532,12 @@ def _join(path: str | None, attribute: str) -> str:
 def same_data(target: LintTarget) -> Iterator[Finding]:
     """A DataLoader that draws the same rows in the same order on every rank.
 
-    It shuffles without a DistributedSampler, over the same TensorDataset, with the same state of its generator; or its
-    DistributedSampler has the same rank everywhere. Equal seeds alone are no fault: samplers for several ranks need
-    them. Without ``shuffle`` a loader is not judged:
-    evaluation on every rank reads the same rows on purpose.
+    After training, the inputs of the model's first forwards tell it: they were equal, bit for bit, but not to each
+    other. Before, a loader without a DistributedSampler is judged that shuffles the same TensorDataset with the same
+    state of its generator. One without ``shuffle`` is not: evaluation on every rank reads the same rows on purpose.
+    A DistributedSampler is judged by its rank; equal seeds of it are right.
     """
-    loaders = {
-        name: value
-        for name, value in target.variables.items()
-        if isinstance(value, DataLoader) and type(value.sampler) is RandomSampler
-    }
+    samplers = dict(_samplers(target))
     if not _has_tensor_parallelism(target):
         yield RankComparison(
             fault=Fault(
@@ -550,22 +547,65 @@ def same_data(target: LintTarget) -> Iterator[Finding]:
             ),
             digests={
                 name: hash((sampler.rank, sampler.seed, sampler.epoch, _data_digest(sampler.dataset)))
-                for name, sampler in _samplers(target)
+                for name, sampler in samplers.items()
             },
             wants_equal=False,
         )
-    if not loaders:
-        return
-    if _has_tensor_parallelism(target):
+    inputs = target.history.inputs.of(target.model)
+    loaders = {
+        name: value
+        for name, value in target.variables.items()
+        if isinstance(value, DataLoader) and type(value.sampler) is RandomSampler
+    }
+    if _has_tensor_parallelism(target) and (loaders or inputs is not None):
         raise Abstains("which ranks of the mesh should see different data is unknown with tensor parallelism")
+    if inputs is not None:
+        yield from _same_inputs(target, inputs)
+    elif loaders:
+        yield from _same_rows(loaders)
+
+
+def _same_inputs(target: LintTarget, inputs: LoaderInputs) -> Iterator[Finding]:
+    """Compare what ranks trained on; raises Abstains where a model may split its inputs itself."""
+    loader = inputs.loader()
+    if loader is None or _splits_rows(loader.sampler):
+        return
+    if target.sends_activations(inputs.since_ns):
+        raise Abstains("ranks that send each other activations within a forward may get the same inputs on purpose")
+    name = next((name for name, value in target.variables.items() if value is loader), "")
+    kind, rows = type(loader.dataset).__name__, f"{name}.dataset" if name else "dataset"
+    fix = _SPLIT_STREAM if isinstance(loader.dataset, IterableDataset) else _SPLIT_ROWS
+    yield RankComparison(
+        fault=Fault(
+            rule="same-data",
+            verdict="{names} gave several ranks the same rows to train on: the inputs of the first "
+            f"{len(inputs.digests)} forwards of {target.name} are equal",
+            fix=fix.format(rows=rows, kind=kind),
+        ),
+        digests={name or f"the DataLoader of a {kind}": hash(tuple(inputs.digests))},
+        wants_equal=False,
+    )
+
+
+_SPLIT_STREAM = (
+    "let {kind}.__iter__ yield each rank its own part, such as itertools.islice(rows, rank, None, world_size); where a "
+    "DataLoader has workers, each of them reads a part of it (torch.utils.data.get_worker_info())"
+)
+_SPLIT_ROWS = (
+    "sampler = torch.utils.data.DistributedSampler({rows}); pass sampler=sampler to the DataLoader instead of "
+    "shuffle=True, and call sampler.set_epoch(epoch) in each epoch"
+)
+
+
+def _same_rows(loaders: Mapping[str, DataLoader[Any]]) -> Iterator[Finding]:
+    """Compare what loaders will draw; raises Abstains where their rows are unknown."""
     known = {name: _data_digest(loader.dataset) for name, loader in loaders.items()}
     generators = {name: getattr(loader.sampler, "generator", None) for name, loader in loaders.items()}
     yield RankComparison(
         fault=Fault(
             rule="same-data",
             verdict="{names} draws the same rows in the same order on several ranks",
-            fix="sampler = torch.utils.data.DistributedSampler({first}.dataset); pass sampler=sampler to the "
-            "DataLoader instead of shuffle=True, and call sampler.set_epoch(epoch) in each epoch",
+            fix=_SPLIT_ROWS.format(rows="{first}.dataset"),
         ),
         digests={
             name: hash((rows, digest((generators[name] or torch.default_generator).get_state())))
@@ -587,9 +627,13 @@ def _samplers(target: LintTarget) -> Iterator[tuple[str, DistributedSampler[Any]
         sampler, text = value, name
         if isinstance(value, DataLoader):
             sampler, text = value.sampler, f"{name}.sampler"
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1 and id(sampler) not in seen:
+        if _splits_rows(sampler) and id(sampler) not in seen:
             seen.add(id(sampler))
             yield text, sampler
+
+
+def _splits_rows(sampler: object) -> TypeGuard[DistributedSampler[Any]]:
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 @rule(Damage.NUMBERS)

@@ -103,6 +103,7 @@ class LintTarget:
         history: of the training so far.
         lost_ties: of parameters of any model.
         reads: the checkpoints that models have taken.
+        sends_activations: whether the program itself moved data between ranks within a forward, after a time in ns.
         rank, world_size, local_world_size: of this rank.
     """
 
@@ -116,6 +117,7 @@ class LintTarget:
     history: TrainingHistory
     lost_ties: Sequence[LostTie]
     reads: CheckpointReads
+    sends_activations: Callable[[int], bool]
     rank: int
     world_size: int
     local_world_size: int

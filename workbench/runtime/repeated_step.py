@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from workbench.engine.full_param import local_tensor
 from workbench.models.sharded_model import Largest, ShardedModel, join, local_tensors
 from workbench.protocol.commands import Difference, Repetition, VerifyReply
+from workbench.runtime.emptied_tensors import checksum
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.step_observation import (
     GradObserver,
@@ -71,7 +72,7 @@ class _Run:
             self.random.append(zlib.crc32(repr(self._program.random.get()).encode()))
             for name, param in module.named_parameters(recurse=False):
                 if join(path, name) in self._averaged and not isinstance(param, DTensor):
-                    self.gathered.setdefault(join(path, name), _checksum(param))
+                    self.gathered.setdefault(join(path, name), checksum(param))
 
         return before
 
@@ -84,11 +85,6 @@ def _flat_grads(sharded: ShardedModel, pieces: list[Any]) -> dict[str, torch.Ten
         if isinstance(grad, torch.Tensor):
             found[piece.name] = local_tensor(grad).detach().reshape(-1)
     return found
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0
 
 
 def repeated(

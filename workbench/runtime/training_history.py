@@ -1,8 +1,8 @@
 """The training so far, as ``lint`` needs it where the state of the program no longer shows it.
 
-It is noted where it happens: at steps of optimizers, in ``zero_grad()``, at passes over a ``DistributedSampler``, where
-checkpoints are read, and where a state of the random number generator is set. Nothing of the program changes, and
-nothing keeps an object of it alive.
+It is noted where it happens: at steps of optimizers, in ``zero_grad()``, at passes over a ``DistributedSampler`` or a
+``DataLoader``, where checkpoints are read, and where a state of the random number generator is set. Nothing of the
+program changes, and nothing keeps an object of it alive.
 """
 
 # ruff: noqa: ANN401 - arguments and results of torch's functions are passed on
@@ -24,11 +24,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from workbench.runtime.emptied_tensors import Place, digest
 from workbench.runtime.namespace import variables
+from workbench.runtime.training_inputs import TrainingInputs
 from workbench.runtime.used_gradients import UsedGradients
 
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
@@ -109,6 +110,7 @@ class TrainingHistory:
         counters: integers of the checkpoints that were read, by key.
         rng_before: digest of the generator's state before the program first set another one; None: it set none.
         copies: places of parameters that were equal, in two units, when an optimizer took its first step.
+        inputs: what models got while a ``DataLoader`` was iterated.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class TrainingHistory:
         self._undo: list[tuple[object, str, object]] = []
         self._handles: tuple[RemovableHandle, ...] = ()
         self._drawn: tuple[weakref.ref[DistributedSampler[Any]], _Pass] | None = None  # the newest row
+        self.inputs = TrainingInputs(is_aside)
         self.forget()
 
     def forget(self) -> None:
@@ -137,6 +140,8 @@ class TrainingHistory:
         self.copies: list[tuple[Place, Place]] = []
         self._drawn = None
         self._used = UsedGradients()
+        self.inputs.remove()
+        self.inputs = TrainingInputs(self._is_aside)
 
     def install(self) -> TrainingHistory:
         """Begin to note."""
@@ -149,6 +154,7 @@ class TrainingHistory:
         self._wrap(nn.Module, "zero_grad", self._zero_grad_of_model)
         self._wrap(DistributedSampler, "__iter__", self._iterate)
         self._wrap(DistributedSampler, "set_epoch", self._set_epoch)
+        self._wrap(DataLoader, "__iter__", self._iterate_loader)
         self._wrap(torch, "load", self._load)
         for module in (torch, torch.random):
             self._wrap(module, "set_rng_state", self._set_rng_state)
@@ -166,6 +172,7 @@ class TrainingHistory:
 
     def remove(self) -> None:
         """Note no more."""
+        self.inputs.remove()
         for handle in self._handles:
             handle.remove()
         while self._undo:
@@ -212,6 +219,7 @@ class TrainingHistory:
     def watch_gradients(self) -> None:
         """Watch whether the next steps of optimizers use gradients again that earlier steps have used."""
         self._used.watch_again()
+        self.inputs.watch_again()
         for past in tuple(self.optimizers.values()):
             past.added_to = None
 
@@ -244,7 +252,13 @@ class TrainingHistory:
             if is_meant(optimizer) and not past.unreduced:
                 past.kept |= {unit for unit in self._pending(optimizer) if self._survives(unit)}
 
-    # ---- samplers
+    # ---- samplers and loaders
+
+    def _iterate_loader(self, original: Callable[..., Any], loader: DataLoader[Any], *args: Any) -> Any:
+        iterator = original(loader, *args)
+        if not self._is_aside():
+            self.inputs.iterated(loader, iterator)
+        return iterator
 
     def _iterate(
         self, original: Callable[..., Iterator[Any]], sampler: DistributedSampler[Any], *args: Any
