@@ -3,6 +3,7 @@
 import errno
 import linecache
 import os
+import signal
 import sys
 import threading
 from dataclasses import replace
@@ -78,6 +79,28 @@ def test_a_collective_that_was_never_issued_before_is_written_before_it_is_issue
         assert written == [8, 8, 16][:num_written]
 
 
+@pytest.mark.parametrize("has_known_group", [True, False])
+def test_a_rank_that_is_killed_leaves_its_events_up_to_the_last_collective(tmp_path, monkeypatch, has_known_group):
+    monkeypatch.setattr(rank_recording, "PERIOD_S", 1000)
+    monkeypatch.setattr(rank_recording, "_MAX_FLUSHES", int(has_known_group))
+    monkeypatch.setattr(rank_recording, "FLUSH_S", 1000)
+    pid = os.fork()
+    if pid == 0:
+        RankRecording(tmp_path, Place(), max_bytes=1 << 30, complain=print).begin()
+        group = next(GROUP_INDICES)
+        probe.active.comm_group(group, (0,))
+        for number, num_bytes in enumerate([8, 8, 16]):  # only the first waits for a write
+            probe.event(Kind.FORWARD, Edge.BEGIN, -1)
+            probe.event(Kind.ALL_REDUCE, Edge.BEGIN, -1, num_bytes, Comm(group=group, seq=number))
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    found = read(tmp_path)
+    rows = found.trace.rank(0).rows
+    calls = rows[rows["kind"] == Kind.ALL_REDUCE]["num_bytes"].tolist()
+    assert (found.notes, check(found.trace), found.ranks[0].process) == ((), [], "gone")
+    assert calls == ([8, 8, 16] if has_known_group else []), "a group that was not written is unknown"
+
+
 def test_a_collective_that_is_issued_after_an_error_is_written_with_its_stack(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_recording, "PERIOD_S", 1000)
     monkeypatch.setattr(rank_recording, "FLUSH_S", 1000)
@@ -133,6 +156,20 @@ def test_what_is_announced_is_read_back(begin, tmp_path):
     (info,) = found.trace.header.ranks
     assert (info.rank, info.pid, found.trace.header.world_size) == (0, os.getpid(), 1)
     assert "torch.fully_shard" in found.trace.header.producer
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_error_that_ends_a_thread_is_noted(begin, tmp_path):
+    started, said = begin()
+    hook = threading.excepthook
+    for ends in (lambda: {}["odd"], lambda: sys.exit(3)):
+        thread = threading.Thread(target=ends, name="fill")
+        thread.start()
+        thread.join()
+    started.end()
+    (note,) = read(tmp_path).ranks[0].notes
+    assert note.startswith(f"its thread fill ended with KeyError: 'odd', in {__file__}:")
+    assert (said, threading.excepthook is hook) == ([], False)
 
 
 def test_its_thread_ends_before_events_are_no_longer_announced(begin):

@@ -727,6 +727,12 @@ def test_a_rank_that_makes_a_group_waits_for_others_to_make_it():
     making = "/x/site-packages/torch/distributed/distributed_c10d.py:757 in _create_gloo_process_group: backend_class"
     found = cause_of(alive(0, gather(1)), alive(1, FORWARD, **stack(making, 1)))
     assert (found.rule, found.fix[:43]) == ("late-rank", "let all ranks make the same groups in the s")
+    own = "/home/me/train.py:9 in setup: dist.new_group([0, 1])"
+    makes = {"quiet": (SilentStack(t_ns=9 * S, seq=0, frames=(own, making)),)}
+    found = cause_of(*(alive(number, **makes) for number in (0, 1)))
+    assert (found.rule, found.fix[:43]) == ("crossed-groups", "let all ranks make the same groups in the s")
+    assert "ranks 0-1 wait for each other to make a process group, in train.py:9" in found.verdict
+    assert cause_of(alive(0, **makes), alive(1)) is None
 
 
 @pytest.mark.parametrize("reason", [TIMED_OUT, CLOSED])

@@ -196,6 +196,14 @@ def train_step():
             param.mul_(0.9).add_(loss)
     return loss + sum(param.sum().item() for param in ema.parameters())
 """,
+    "ended schedule": """
+scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: float(step < 1))
+batches = itertools.cycle(loader)
+def train_step():
+    loss = train(next(batches), model, opt)
+    scheduler.step()
+    return loss + scheduler.last_epoch + opt.param_groups[0]["lr"]
+""",
     "stream": """
 class Stream(IterableDataset):
     def __iter__(self):
@@ -245,6 +253,7 @@ def test_both_steps_get_the_same_and_training_goes_on_as_without(verified_recipe
         assert [reply["ok"] for reply in replies] == [True] * 3
         assert replies[0]["loss_sharded"] == pytest.approx(replies[0]["loss_reference"], rel=1e-5)
         assert replies[0] == replies[1]
+        assert [reply["initial_rate"] for reply in replies] == [0.01 * (name == "ended schedule")] * 3
         assert state[0] == expected[0]
         assert state == expected
 

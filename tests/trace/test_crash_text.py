@@ -35,6 +35,10 @@ elif name == "held back":
         send("SIGTERM")
         report.end()
         (out / "written").touch()
+elif name == "thread":
+    thread = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSEGV))
+    thread.start()
+    thread.join()
 elif name == "no signal":
     report.end()
 else:
@@ -67,8 +71,13 @@ def test_a_signal_ends_a_process_as_before_and_leaves_its_stack(tmp_path, name, 
     if reason is None:
         assert found is None
         return
-    frames = (f"{tmp_path / 'train.py'}:28 in <module>", f"{tmp_path / 'train.py'}:7 in send")
+    frames = (f"{tmp_path / 'train.py'}:32 in <module>", f"{tmp_path / 'train.py'}:7 in send")
     assert found == RunEnd(t_ns=path.stat().st_mtime_ns - ALIVE.wall_ns + 7, reason=reason, frames=frames)
+
+
+def test_the_thread_that_crashed_is_shown(tmp_path):
+    assert run(tmp_path, "thread") == -signal.SIGSEGV
+    assert crash_end(tmp_path / "rank3.crash", ALIVE).frames[-1] == f"{tmp_path / 'train.py'}:26 in <lambda>"
 
 
 @pytest.mark.parametrize(("name", "status"), [("handled", 7), ("child", 0), ("no signal", 0)])

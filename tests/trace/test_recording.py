@@ -303,7 +303,7 @@ def what_is_read(folder, **options):
     return found, str(where(found, 10**18))
 
 
-def carefully(reader, parts):
+def carefully(reader, parts, _):
     found = reader(is_careful=True)
     found.read_files(parts)
     return found, found.take_trace()

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ from workbench.runtime.loop_steps import SampledSteps
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.frames import is_of_a_library
+from workbench.trace.newest_rows import NUM_ROWS, NewestRows
 from workbench.trace.process_state import processes_here
 from workbench.trace.recording import Activity, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
@@ -64,7 +66,7 @@ _MAX_FRAMES = 200
 _MAX_TEXT = 20_000
 _CALL_IN_TEXT = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 _MAX_LINE = 200
-_OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "watch"))
+_OWN = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in ("record", "models"))
 
 
 class RankRecording:
@@ -134,6 +136,7 @@ class RankRecording:
         self._flushes, self._refilled = float(_MAX_FLUSHES), time.monotonic()
         self._wants_stack = False
         self._crash = CrashReport(folder, here.rank)
+        self._newest = NewestRows(folder, here.rank)
         self._thread = threading.Thread(target=self._run, name="workbench recording", daemon=True)
         self._has_stopped = self._is_over = False
         self._watch: Watch | None = None
@@ -152,13 +155,15 @@ class RankRecording:
             with suppress(OSError):
                 self._writer.stop(time.monotonic_ns(), repr(error))
             self._writer.close()
+            self._newest.delete()
             raise
         exits = Patches("the end by os._exit is", self._note)
         exits.wrap(os, "_exit", self._watch_exit)
+        exits.wrap(threading, "excepthook", self._watch_thread)
         crash = self._crash.begin()
         removals = [hook.remove for hook in hooks]
         self._undo = [self._watch.end, error_notes.uninstall, *removals, crash.end, exits.undo]
-        self._recorder.on_issue = self._flush_new
+        self._recorder.on_issue = self._before_issue
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
@@ -178,6 +183,14 @@ class RankRecording:
             ends = threading.Thread(target=self.end, args=(reason,), kwargs={"frames": frames}, daemon=True)
             ends.start()
             ends.join(_EXIT_S)
+        yield
+
+    def _watch_thread(self, ended: Any, *_: Any) -> Watching:  # noqa: ANN401 - threading.ExceptHookArgs
+        """Note the error that has ended a thread: the others may wait for what it no longer does."""
+        if os.getpid() == self._pid and ended.exc_value is not None and ended.exc_type is not SystemExit:
+            own = [each for each in _frames_of(ended.exc_value) if not is_of_a_library(each)]
+            who, place = ended.thread.name if ended.thread else "", f", in {own[-1]}" if own else ""
+            self._notes.append(f"its thread {who} ended with {reason_of(ended.exc_value)}{place}")
         yield
 
     def end(self, reason: str = "", error: BaseException | None = None, *, frames: Sequence[str] = ()) -> None:
@@ -204,6 +217,7 @@ class RankRecording:
         with suppress(OSError):
             self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=tuple(own)))
         self._writer.close()
+        self._newest.delete()
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the recording ends."""
@@ -214,6 +228,7 @@ class RankRecording:
         self._leave()
         self._writer.close()
         self._writer.delete()
+        self._newest.delete()
 
     def _leave(self) -> None:
         self._is_over = True
@@ -253,6 +268,12 @@ class RankRecording:
                 return
             finally:
                 self._flushed.set()
+
+    def _before_issue(self, call: tuple[int, int, int, int]) -> None:
+        """Write the newest rows, and wait a moment until a collective is written that refers to something new."""
+        if self._newest.is_open:
+            self._newest.write(*self._recorder.packed_since(self._newest.seq, NUM_ROWS))
+        self._flush_new(call)
 
     def _flush_new(self, call: tuple[int, int, int, int]) -> None:
         """Wait a moment until a collective is written that this rank has not issued before.

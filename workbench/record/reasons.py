@@ -30,7 +30,9 @@ def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exit status {error.code}" if isinstance(error.code, int) else f"exit: {error.code}"
     text = " ".join(_without_traceback(str(error)).split())[:_MAX_REASON]
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
+    kind = type(error)
+    name = f"{kind.__module__}.{kind.__name__}" if kind.__name__.islower() else kind.__name__  # such as struct.error
+    return f"{name}: {text}".removesuffix(": ")
 
 
 def _without_traceback(text: str) -> str:

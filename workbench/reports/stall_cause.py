@@ -169,7 +169,7 @@ class _Waits:
         if unseen:
             awaited = set(by_rank)
         elif not waiting:
-            return None
+            return self._of_groups()
         has_timed_out = any(each.ending is Ending.TIMEOUT for each in waiting)
         late = [
             each
@@ -186,6 +186,19 @@ class _Waits:
         complete = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
         stuck = [each for each in complete if self._is_still(each)]
         return self._of_stuck(stuck) if stuck else None
+
+    def _of_groups(self) -> Fault | None:
+        """Return that all ranks wait for each other while they make groups; None if one does something else."""
+        making = [each for each in self.positions if _makes_a_group(each) and self._is_quiet(each)]
+        if len(making) < max(len(self.positions), 2):
+            return None
+        return Fault(
+            rule="crossed-groups",
+            verdict=f"{label([each.rank for each in making])} wait for each other to make a process group"
+            f"{_places(making, ', in ')}: one of them has made another group before",
+            evidence=tuple(frame_lines(making)),
+            fix=_ALL_IN,
+        )
 
     def _has_ended_early(self, position: RunPosition) -> bool:
         """Return whether a rank's program ended with success, before any other program ended otherwise."""

@@ -146,6 +146,7 @@ def verify_report(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         since=_since([verified.since for verified in by_rank]),
         notes=(
             *_passed_again(by_rank),
+            *_initial_rate(by_rank),
             *_notes("", [verified.unmanaged for verified in by_rank]),
             *_not_seen(by_rank),
             *notes_of([resume.notes for resume in resumes]),
@@ -156,6 +157,11 @@ def verify_report(by_rank: Sequence[VerifyReply]) -> VerifyReport:
         resumed=resumes[0].folder if resumes else "",
         left_out=tuple(dict.fromkeys(name for resume in resumes for name in resume.changed)),
     )
+
+
+def _initial_rate(by_rank: Sequence[VerifyReply]) -> tuple[str, ...]:
+    rate = by_rank[0].initial_rate
+    return (f"a schedule has ended at learning rate 0: both steps take its first one, {rate:g}",) if rate else ()
 
 
 def _notes(model: str, by_rank: Sequence[UnmanagedState]) -> tuple[str, ...]:

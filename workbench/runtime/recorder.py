@@ -631,6 +631,13 @@ class Recorder:
             rows = self._copy(first, self._head)
             return DrainedRows(first_seq=first, rows=rows, lost=lost, key_frame=self._key_frame)
 
+    def packed_since(self, seq: int, most: int) -> tuple[int, bytes]:
+        """Return the packed rows from number ``seq`` on, at most the newest ``most``, and the number of the first."""
+        with self._lock:
+            self._pack()
+            first = max(seq, self._head - min(most, self._capacity))
+            return first, self._copy(first, self._head)
+
     @property
     def phase_now(self) -> Phase:
         """The phase of the next row."""

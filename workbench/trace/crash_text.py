@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
-from workbench.base.crash import read_crash
+from workbench.base.crash import StackCall, read_crash
+from workbench.trace.frames import is_of_a_library
 from workbench.trace.recording import Heartbeat, RunEnd, RunStart
 
 CRASH_FILE = "rank{rank}.crash"
@@ -14,7 +16,7 @@ CRASH_FILE = "rank{rank}.crash"
 
 _HEAD = "main thread 0x{ident:016x}\n"
 _MAX_BYTES = 1 << 18
-_NOT_SHOWN = re.compile(r"runpy|/workbench/(record|watch)/")
+_NOT_SHOWN = re.compile(r"runpy|/workbench/(record|models)/")
 
 
 def head_of(ident: int) -> str:
@@ -40,9 +42,15 @@ def crash_end(path: Path, alive: RunStart | Heartbeat) -> RunEnd | None:
     crash = read_crash(text)
     reason = f"{crash.signal or 'crash'}: {crash.reason[:200]}" if crash.reason else "SIGTERM"
     main = re.match(r"main thread 0x([0-9a-f]+)", text)
-    calls = crash.stacks.get(int(main[1], 16), ()) if main else ()
-    frames = tuple(
-        f"{each.file}:{each.line} in {each.function}" for each in reversed(calls) if not _NOT_SHOWN.search(each.file)
-    )
+    frames = _frames(crash.stacks.get(int(main[1], 16), ())) if main else ()
+    if crash.reason and crash.thread in crash.stacks:  # else the signal came to all threads, or to none of Python
+        own = _frames(crash.stacks[crash.thread])
+        frames = own if not all(map(is_of_a_library, own)) else frames
     t_ns = max(found.st_mtime_ns - alive.wall_ns, 0) + alive.t_ns
     return RunEnd(t_ns=t_ns, reason=reason, frames=frames)
+
+
+def _frames(calls: Sequence[StackCall]) -> tuple[str, ...]:
+    return tuple(
+        f"{each.file}:{each.line} in {each.function}" for each in reversed(calls) if not _NOT_SHOWN.search(each.file)
+    )

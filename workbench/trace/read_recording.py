@@ -35,6 +35,7 @@ from workbench.trace.earlier_steps import NO_STEPS
 from workbench.trace.header import header_from_dict, key_frame_from_dict
 from workbench.trace.invariants import MAX_RANKS, check_header, check_rank
 from workbench.trace.keyframe import advance
+from workbench.trace.newest_rows import NEWEST_FILE, read_newest
 from workbench.trace.process_state import ProcessState, process_state
 from workbench.trace.recording import (
     HEAD,
@@ -51,7 +52,7 @@ from workbench.trace.recording import (
     RunStart,
     SilentStack,
 )
-from workbench.trace.row_compression import by_row
+from workbench.trace.row_compression import by_row, to_wire
 from workbench.trace.schema import ROW_DTYPE, ClockReading, Header, HostClock, KeyFrame, Rows
 
 _NAME = re.compile(r"rank(\d{1,6})\.(\d{4,9})\.rec")
@@ -201,6 +202,7 @@ class RecordingReader:
             try:
                 if not reader.read_files(parts) or (rank not in self._offsets and reader.start is not None):
                     return False
+                reader.take_newest(self._folder)
                 if rank in self._offsets:
                     self._add(rank, reader.take_trace())
             except _DamagedRowsError:
@@ -230,7 +232,7 @@ class RecordingReader:
         known_units: dict[str, Any] = {}
         for rank in sorted(files):
             options: dict[str, Any] = {"max_rows": self._max_rows // len(files), "newest_only": self._newest_only}
-            reader, trace = _read_rank(partial(_RankReader, rank, known_units, **options), files[rank])
+            reader, trace = _read_rank(partial(_RankReader, rank, known_units, **options), files[rank], self._folder)
             self._readers[rank] = reader
             first = next((self._readers[shown] for shown in found), reader)
             broken = reader.broken(first) or _broken_rules(trace)
@@ -499,6 +501,22 @@ class _RankReader:
                 self.notes[path.name] = f"{path.name} {error}"
         return True
 
+    def take_newest(self, folder: Path) -> None:
+        """Take the rows that a rank which is gone had not written to its files; none if they break a rule."""
+        if self.start is None or self.end is not None or not self._has_gone():
+            return
+        self._end_part()
+        last = self._parts[-1]
+        rows = read_newest(folder / NEWEST_FILE.format(rank=self.rank), last.seq, self.header)
+        if len(rows) and not check_rank(self.header, RankTrace(self.rank, rows, last.start)):
+            self._take_rows(to_wire(rows.tobytes()))
+
+    def _has_gone(self) -> bool:
+        """Return whether its process is gone, or, on another machine, has written nothing for long."""
+        info = self.header.info_of.get(self.rank)
+        is_elsewhere = info is None or not process_state(info, self.begun)
+        return self._is_gone or (is_elsewhere and time.time_ns() - self.last_sign.wall_ns > ALIVE_NS)
+
     def _read_file(self, path: Path) -> bool:
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would block
             raise TraceError("it is not a file")
@@ -674,16 +692,20 @@ class _RankReader:
         return ""
 
 
-def _read_rank(reader: Callable[..., _RankReader], parts: Mapping[int, Path]) -> tuple[_RankReader, Trace]:
+def _read_rank(
+    reader: Callable[..., _RankReader], parts: Mapping[int, Path], folder: Path
+) -> tuple[_RankReader, Trace]:
     """Return the reader of a rank that has read its files, and the rows of these."""
-    found = reader(is_careful=False)
     try:
-        found.read_files(parts)
-        return found, found.take_trace()
+        return _read_whole(reader(is_careful=False), parts, folder)
     except _DamagedRowsError:
-        found = reader(is_careful=True)
-        found.read_files(parts)
-        return found, found.take_trace()
+        return _read_whole(reader(is_careful=True), parts, folder)
+
+
+def _read_whole(found: _RankReader, parts: Mapping[int, Path], folder: Path) -> tuple[_RankReader, Trace]:
+    found.read_files(parts)
+    found.take_newest(folder)
+    return found, found.take_trace()
 
 
 def _broken_rules(trace: Trace) -> str:
