@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -34,6 +35,7 @@ from workbench.models.sharded_model import HoldingsDiffer, Largest, ShardedModel
 from workbench.protocol.commands import CopyStep, Difference, StepCounter, StepDifferences, Verify, VerifyReply
 from workbench.runtime.command_handlers import RankContext
 from workbench.runtime.copy_observation import CopyObserver, settings_of
+from workbench.runtime.ended_schedules import has_ended, initial_rates
 from workbench.runtime.lint import own_units_words, sharded_models
 from workbench.runtime.namespace import find_module, optimizers_of, user_namespace
 from workbench.runtime.program_state import ProgramState
@@ -88,7 +90,32 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
     others = [_alive_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
     for each in (sharded, *others):
         each.reshard()  # else the model would hold full parameters here, and those would be restored
-    program = ProgramState(user_namespace(), [each.model for each in (sharded, *others)])
+    models = [each.model for each in (sharded, *others)]
+    program = ProgramState(user_namespace(), models)
+    optimizers = optimizers_of(sharded.model, program.optimizers)
+    goes_on = not optimizers or not all(map(has_ended, optimizers))
+    try:
+        goes_on = bool(command.resume) or rank.groups.largest(int(goes_on)) > 0
+    except BaseException:
+        program.close()
+        raise
+    if goes_on:
+        return _compared(command, sharded, others, step, program, rank)
+    program.close()
+    with initial_rates(optimizers) as rate:
+        program = ProgramState(user_namespace(), models)
+        return replace(_compared(command, sharded, others, step, program, rank), initial_rate=rate)
+
+
+def _compared(
+    command: Verify,
+    sharded: ShardedModel,
+    others: Sequence[ShardedModel],
+    step: Callable[[], Any],
+    program: ProgramState,
+    rank: RankContext,
+) -> VerifyReply:
+    """Run and compare what a command says, from the state of the program; close that."""
     try:
         with ExitStack() as stack:
             for each in others:
