@@ -403,6 +403,23 @@ def options_differ(ns):
 
 
 @case
+def options_differed(ns):
+    """As where the schedules of all ranks have ended at the same value."""
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    rate = ns["opt"].param_groups[0]["lr"]
+    for factor in (1 + ns["rank"] % 2, 1):
+        ns["opt"].param_groups[0]["lr"] = rate * factor
+        stepped(ns)
+
+
+@case
+def other_options_differ(ns):
+    prepared(ns, blockwise(make_net(dim=16), ours.fully_shard))
+    ns["opt"].param_groups[0]["weight_decay"] = 0.01 * ns["rank"]
+    stepped(ns)
+
+
+@case
 def steps_differ(ns):
     """As where only rank 0 has a file to resume its optimizer from."""
     prepared(ns, DistributedDataParallel(make_net(dim=16)))

@@ -452,21 +452,25 @@ def test_collectives_of_the_workbench_itself_are_not_announced():
 
 
 def beside_a_unit():
-    probe.active, watch = Recorder(Header()), c10d.CollectiveWatch()
+    probe.active, watch, told = Recorder(Header()), c10d.CollectiveWatch(), []
+    watch.on_two_threads = lambda *names: told.append(names)
 
     def issue():
         watch.begin(dist.group.WORLD, Kind.BARRIER, (), (), is_async=False)
 
     with c10d.Within(watch, 3):
         issue()
-        beside = threading.Thread(target=issue)
-        beside.start()
-        beside.join()
-    return np.frombuffer(probe.active.drain().rows, ROW_DTYPE)["unit"].tolist()
+        for name in ("Dummy-1", "monitor", "another"):  # the first as one of autograd
+            beside = threading.Thread(target=issue, name=name)
+            beside.start()
+            beside.join()
+    return np.frombuffer(probe.active.drain().rows, ROW_DTYPE)["unit"].tolist(), told
 
 
-def test_what_another_thread_issues_is_of_no_unit():
-    assert run_ranks(1, beside_a_unit, fresh=True) == [[3, probe.NO_UNIT]]
+def test_what_another_thread_issues_is_of_no_unit_and_said_once():
+    ((units, told),) = run_ranks(1, beside_a_unit, fresh=True)
+    assert units == [3, *[probe.NO_UNIT] * 3]
+    assert told == [("MainThread", "monitor", "barrier on c10d group 0")]
 
 
 def test_of_many_results_that_are_not_waited_for_the_oldest_are_forgotten(monkeypatch):

@@ -8,7 +8,7 @@ from tests.replay.test_run_positions import FORWARD, OWN, STOP, TORCH, WALL, S, 
 from workbench.events import C10D, Edge, Kind, Unit
 from workbench.reports.run_where import where
 from workbench.trace.columns import Trace
-from workbench.trace.recording import RunEnd, SilentStack
+from workbench.trace.recording import TWO_THREADS, RunEnd, SilentStack
 from workbench.trace.schema import RankInfo
 
 UNITS = tuple(
@@ -212,3 +212,13 @@ def test_in_a_notebook_the_text_is_escaped():
     assert evil in str(found)
     assert "<img" not in bundle["text/html"]
     assert "&lt;img" in bundle["text/html"]
+
+
+def test_ranks_that_part_because_threads_share_a_group_get_the_fix_for_it():
+    note = f"{TWO_THREADS}: MainThread, and monitor, which issues all-gather on group 0, in t.py:9 in run"
+    parted = alive(0, gather(1, unit=1)), alive(1, gather(1, unit=2), notes=(note,))
+    cause = report(*parted).cause
+    assert cause.evidence[-1] == f"rank 1: {note}"
+    assert cause.fix.endswith("make a group of its own for the other: dist.new_group()")
+    late = alive(0, gather(1)), alive(1, FORWARD, notes=(note,))
+    assert "new_group" not in report(*late).cause.fix

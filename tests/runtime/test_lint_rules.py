@@ -42,10 +42,12 @@ EXPECTED = {
     ),
     "options_differ": (
         "options-differ",
-        "ranks take steps with different opt.param_groups[0]['lr']",
+        "ranks take steps with different learning rates of opt in 1 step",
         "ranks 0, 2 alike; ranks 1, 3 alike",
-        "all-reduced",
+        "all-reduce what decides",
     ),
+    "options_differed": ("options-differ", "learning rates of opt in 2 steps: ranks 0, 2 alike; ranks 1, 3 alike"),
+    "other_options_differ": ("options-differ", "opt.param_groups[0]['weight_decay']"),
     "steps_differ": (
         "options-differ",
         "the state of opt is of other steps on each rank",

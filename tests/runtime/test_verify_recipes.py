@@ -293,3 +293,49 @@ def test_nothing_is_kept_whatever_verify_finds():
     for (num_tensors, num_bytes), *found in run(2, kept_by_verify):
         assert [ok for ok, *_ in found] == [True, False, UsageError, KeyError]
         assert {tuple(each) for _, *each in found} == {(num_tensors, num_bytes)}
+
+
+CLIPS = """
+batch = next(iter(loader))
+def train_step():
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    grads = [getattr(p.grad, "to_local", lambda: p.grad)() for p in model.parameters()]
+    total = sum(grad.square().sum() for grad in grads)
+    if {sums}:
+        torch.distributed.all_reduce(total)
+    for grad in grads:
+        grad.mul_(0.001 / total.sqrt())
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+"""
+AVERAGES = """
+ema = [p.detach().clone() for p in model.parameters()]
+batch = next(iter(loader))
+def train_step():
+    loss = train(batch, model, opt)
+    for mean, param in zip(ema, model.parameters()):
+        mean.lerp_(param.detach(), 0.1)
+    return loss
+"""
+
+
+def refused_by_verify():
+    found = []
+    for recipe in (CLIPS.format(sums=True), CLIPS.format(sums=False), AVERAGES):
+        exec(SETUP + recipe, namespace())
+        rank_module._after_cell(None)
+        execute(Step(count=1))
+        try:
+            found.append(execute(Verify())["ok"])
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_step_is_refused_whose_copy_cannot_be_right():
+    for by_hand, by_part, averages in run(2, refused_by_verify):
+        assert "as where it clips by a norm that it sums over ranks" in by_hand
+        assert by_part is False, "each rank clips by the norm of its own rows"
+        assert "the step computes with DTensors that it keeps beside the model, in" in averages

@@ -59,6 +59,7 @@ class _Group:
 
     index: int | None
     issued: int = 0
+    threads: tuple[str, ...] = ()
 
 
 class Within:
@@ -93,7 +94,10 @@ class CollectiveWatch:
             is announced.
         after_wait: called once when the next wait has ended.
         is_paused: whether calls that begin are those of the workbench itself, and not announced.
+        num_paused: calls that began meanwhile.
         is_watching: whether calls are seen; False once watching them failed.
+        on_two_threads: called once when a second thread of the program uses a group: with the names of the first and
+            of the second, and the call as text.
         num_renewals: how often the process groups were replaced, the same on all ranks; names of groups tell it, since
             not every rank may have used each of them.
     """
@@ -103,7 +107,9 @@ class CollectiveWatch:
         self.before_issue: Callable[[Kind, Tensors, Tensors], None] | None = None
         self.after_wait: Callable[[], None] | None = None
         self.is_paused = False
+        self.num_paused = 0
         self.is_watching = True
+        self.on_two_threads: Callable[[str, str, str], object] | None = None
         self.num_renewals = 0
         self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Group] = weakref.WeakKeyDictionary()
         self._pairs: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], _Group]] = (
@@ -139,12 +145,14 @@ class CollectiveWatch:
     ) -> Call | None:
         """Announce that a call begins; if it raises then, it has no end."""
         if probe.active is None or self.is_paused:
+            self.num_paused += self.is_paused
             return None
         known = self._groups.get(group)
         if known is None:
             known = self._groups[group] = self._announced(group)
         if known.index is None:
             return None
+        self._note_thread(group, known, kind)
         if self.before_issue is not None and self._is_own:
             self.before_issue(kind, inputs, outputs)
         if self._in_flight:
@@ -173,6 +181,20 @@ class CollectiveWatch:
             self.fills(call, outputs or inputs)  # an all-reduce has only inputs, which it replaces
         probe.event(kind, Edge.BEGIN, unit, num_bytes, comm)
         return call
+
+    def _note_thread(self, group: dist.ProcessGroup, known: _Group, kind: Kind) -> None:
+        """Report that several threads of the program use a group: then nothing fixes the order of their calls.
+
+        Threads of autograd, in which hooks of a backward run, are no such threads.
+        """
+        if self.on_two_threads is None or len(known.threads) > 1:
+            return
+        name = threading.current_thread().name
+        if name in known.threads or name.startswith("Dummy-"):
+            return
+        known.threads = (*known.threads, name)
+        if len(known.threads) > 1:
+            self.on_two_threads(known.threads[0], name, f"{kind.words} on {self._name_of(group)}")
 
     def fills(self, call: Call | None, outputs: Tensors) -> None:
         """Remember the memory that a call fills: a functional collective is waited for by a tensor, or a view of it."""

@@ -40,7 +40,16 @@ from workbench.runtime.rss_sampler import RssSampler
 from workbench.trace.frames import is_of_a_library
 from workbench.trace.newest_rows import NUM_ROWS, NewestRows
 from workbench.trace.process_state import processes_here
-from workbench.trace.recording import Activity, FrameKind, Heartbeat, RecordingWriter, RunEnd, RunStart, SilentStack
+from workbench.trace.recording import (
+    TWO_THREADS,
+    Activity,
+    FrameKind,
+    Heartbeat,
+    RecordingWriter,
+    RunEnd,
+    RunStart,
+    SilentStack,
+)
 from workbench.trace.schema import ROW_DTYPE, Header, RankInfo
 
 PERIOD_S = 0.2
@@ -164,6 +173,7 @@ class RankRecording:
         removals = [hook.remove for hook in hooks]
         self._undo = [self._watch.end, error_notes.uninstall, *removals, crash.end, exits.undo]
         self._recorder.on_issue = self._before_issue
+        self._watch.collectives.on_two_threads = self._note_threads
         own = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(own()))
         self._thread.start()
@@ -173,6 +183,11 @@ class RankRecording:
         self._notes.append(sentence)  # one thread writes
         self._steps.expect_no_forwards()
         self._complain(sentence)
+
+    def _note_threads(self, first: str, second: str, call: str) -> None:
+        frames = [each for each in stack_of(sys._getframe()) if not is_of_a_library(each)]
+        place = f", in {frames[-1]}" if frames else ""
+        self._notes.append(f"{TWO_THREADS}: {first}, and {second}, which issues {call}{place}")
 
     def _watch_exit(self, status: int) -> Watching:
         """Write the end of a program that calls ``os._exit``, for a moment at most: its thread may hold any lock."""

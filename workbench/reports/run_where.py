@@ -18,6 +18,7 @@ from workbench.reports.report import Report
 from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
 from workbench.reports.tables import Table
 from workbench.trace.read_recording import Recording
+from workbench.trace.recording import TWO_THREADS
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
@@ -307,4 +308,18 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
     if not found._is_still:
         return replace(found, cause=parted(trace, here))
     then = at_first_end(recording, here)
-    return replace(found, cause=stall_cause(then.trace, positions(then, now_wall_ns)))
+    cause = stall_cause(then.trace, positions(then, now_wall_ns))
+    return replace(found, cause=cause and _with_threads(cause, recording))
+
+
+_PARTED = ("other-collective", "wrong-order", "other-payload", "stuck-collective", "crossed-groups")
+
+
+def _with_threads(cause: Fault, recording: Recording) -> Fault:
+    """Return a fault of ranks that part, with the threads that use one group, if that is recorded."""
+    notes = ((rank, note) for rank, known in recording.ranks.items() for note in known.notes)
+    told = [f"rank {rank}: {note}" for rank, note in notes if note.startswith(TWO_THREADS)]
+    if not told or cause.rule not in _PARTED:
+        return cause
+    fix = "let one thread issue all collectives of a group, or make a group of its own for the other: dist.new_group()"
+    return replace(cause, evidence=(*cause.evidence, *told[:1]), fix=fix)

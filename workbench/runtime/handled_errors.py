@@ -31,8 +31,16 @@ def handled_error(thread: int) -> tuple[FrameType, str] | None:
     if not own:
         return None
     frame, line = own[-1]
-    text = shorten(f"{type(error).__name__}: {error}".removesuffix(": "), _MAX_ERROR, placeholder=" ...")
+    text = shorten(_words(error), _MAX_ERROR, placeholder=" ...")
     text = text.replace("`", "'")
     place = f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
     first, came = calls[0]
     return first, f", after {came} `{text}, raised in {place}`"
+
+
+def _words(error: BaseException) -> str:
+    """Return an error as text: of one that came from a worker of a loader, what the worker raised."""
+    _, found, inner = str(error).partition("Original Traceback (most recent call last):")
+    if found and inner.strip():
+        return inner.strip().splitlines()[-1]
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -656,14 +656,19 @@ def unequal_options(target: LintTarget) -> Iterator[Finding]:
         fault=Fault(
             rule="options-differ",
             verdict="ranks take steps with different {names}",
-            fix="change options alike on all ranks: what decides, such as the loss that ReduceLROnPlateau.step() gets, "
-            "is to be all-reduced before; then load one checkpoint on every rank",
+            fix="load one checkpoint, of the optimizer and its scheduler too, on every rank; all-reduce what decides "
+            "about options, such as the loss that ReduceLROnPlateau.step() gets",
         ),
         digests={
             f"{name}.param_groups[{place}]['{option}']": hash(value)
             for name, optimizer, _ in target.trained
             for place, group in enumerate(optimizer.param_groups)
             for option, value in _numbers(group)
+            if option != "lr"
+        }
+        | {
+            f"learning rates of {name} in {plural(past.num_steps, 'step')}": hash((past.rates, *_rates(optimizer)))
+            for name, optimizer, past in target.trained
         },
         model=target.name,
     )
@@ -677,6 +682,12 @@ def unequal_options(target: LintTarget) -> Iterator[Finding]:
         digests={name: number for name, number in steps.items() if number},
         model=target.name,
     )
+
+
+def _rates(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the learning rates that an optimizer has now."""
+    for group in optimizer.param_groups:
+        yield from (value for option, value in _numbers(group) if option == "lr")
 
 
 def _num_steps(optimizer: Optimizer) -> int:

@@ -5,6 +5,7 @@ A *piece* is this rank's rows of one parameter; gradients are compared piece by 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from workbench.engine.full_param import local_tensor
 from workbench.engine.module_names import clean
 from workbench.engine.tensor_trees import tensors_in
 from workbench.events import Param, ParamTensors, Unit
+from workbench.models import c10d
 from workbench.protocol.commands import Difference, GradRatio
 
 _NEARLY_ALL = 0.99
@@ -126,7 +128,9 @@ class GradObserver:
 
     Attributes:
         norms: 2-norm of each piece's gradient, 0-dim tensors.
+        after_backward: likewise, at the end of the newest backward: what the step does to them later is not in it.
         values: copies of the gradients on the host, in double precision.
+        calls_after_backward: collectives of the step between that and its first optimizer step.
         optimizer_steps: number of steps of optimizers.
     """
 
@@ -136,28 +140,69 @@ class GradObserver:
         self._pieces, self._read, self._keeps = pieces, read, keeps
         self.norms: dict[str, torch.Tensor] = {}
         self.values: dict[str, torch.Tensor] = {}
+        self.after_backward: dict[str, torch.Tensor] = {}
+        self.calls_after_backward = self._num_calls = 0
         self.optimizer_steps = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Observe the body, one step."""
-        hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        hook, backward = register_optimizer_step_pre_hook(self._before_optimizer), torch.autograd.backward
+
+        @functools.wraps(backward)
+        def observed(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
+            backward(*args, **kwargs)
+            self.after_backward = {name: _norm(grad) for name, grad in self._read().items()}
+            self._num_calls = _num_calls()
+
+        torch.autograd.backward = observed
         try:
             yield
             self._record_norms()
         finally:
             hook.remove()
+            torch.autograd.backward = backward
 
     def _before_optimizer(self, *_: Any) -> None:  # noqa: ANN401 - hook signature
+        if not self.optimizer_steps:
+            self.calls_after_backward = _num_calls() - self._num_calls
         self.optimizer_steps += 1
         self._record_norms()
 
     def _record_norms(self) -> None:
         for name, grad in self._read().items():
             if name not in self.norms:
-                self.norms[name] = torch.linalg.vector_norm(grad.float()) if grad.numel() else torch.zeros(())
+                self.norms[name] = _norm(grad)
                 if self._keeps:
                     self.values[name] = grad.cpu().double()
+
+
+def _num_calls() -> int:
+    """Return the number of collectives of this process while the workbench's own are not announced."""
+    return 0 if c10d.active is None else c10d.active.num_paused
+
+
+def _norm(grad: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(grad.float()) if grad.numel() else torch.zeros(())
+
+
+def scaled_after_backward(actual: GradObserver, expected: GradObserver, tolerance: float) -> float | None:
+    """Return by which factor a step scales gradients later that are those of another step after backward.
+
+    None: they are not, or the factor is not the same for all. NaN: this rank has no gradient.
+    """
+    factors: list[float] = []
+    for name, of_copy in expected.after_backward.items():
+        if name not in actual.after_backward or name not in actual.norms or name not in expected.norms:
+            return None
+        raw, own = float(of_copy), float(actual.after_backward[name])
+        if not abs(own - raw) <= tolerance * raw:
+            return None
+        if raw and own and expected.norms[name]:
+            factors.append(float(actual.norms[name]) / own / (float(expected.norms[name]) / raw))
+    if not factors:
+        return math.nan
+    return factors[0] if max(factors) - min(factors) <= tolerance * abs(factors[0]) else None
 
 
 def grads_of(params: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

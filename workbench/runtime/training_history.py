@@ -50,6 +50,7 @@ class OptimizerHistory:
         kept: units whose unreduced gradients ``zero_grad`` did not clear, since its newest step.
         mixed: units into whose gradients such ones went, each with the number of the step.
         resumed: what shows that training was resumed, where it took its first step without any state.
+        rates: checksum of the learning rates of all its steps.
         added_to: its newest watched step, if it used the gradients of the step before again; else None.
     """
 
@@ -61,6 +62,7 @@ class OptimizerHistory:
     kept: frozenset[int] = frozenset()
     mixed: dict[int, int] = field(default_factory=dict)
     resumed: tuple[str, ...] = ()
+    rates: int = 0
     added_to: int | None = None
 
 
@@ -203,6 +205,8 @@ class TrainingHistory:
         if again is not None:
             past.added_to = past.num_steps if again else None
         past.num_steps += 1
+        rates = (group["lr"] for group in optimizer.param_groups)
+        past.rates = hash((past.rates, *(rate for rate in rates if isinstance(rate, float))))
         past.num_unreduced += bool(past.unreduced)
         if self._drawn is not None:
             self._drawn[1].optimizer = weakref.ref(optimizer)

@@ -64,6 +64,7 @@ from workbench.runtime.step_observation import (
     pieces_of,
     ratio,
     relative,
+    scaled_after_backward,
     tensors_of_pieces,
 )
 from workbench.runtime.trainer import find_step_function, loss_of
@@ -71,6 +72,7 @@ from workbench.runtime.trainer import find_step_function, loss_of
 RTOL, ATOL = 1e-3, 1e-5  # of outputs and gradients in full precision
 _SHARE = 5e-4  # of the size of a parameter's update: the largest difference in full precision
 _APART = 0.05  # of the size of an update: copies that get the same gradients differ less, whatever their kernels
+_FINE = 10**6  # factors are compared between ranks as integers
 _FLIPS = 1e-3  # the share of elements that rounding may put one number further
 
 
@@ -169,6 +171,7 @@ def _verified(sharded: ShardedModel, step: Callable[[], Any], program: ProgramSt
     with _restored(sharded), _Pair(sharded, optimizers, step, program, largest) as pair, pair.run(raised):
         found = pair.compare()
         found["ok"] = found["ok"] and pair.has_equal_norms()
+        pair.check_scale(ok=bool(found["ok"]))
         left_out, losses = pair.left_out(), (pair.loss_sharded, pair.loss_reference)
         of_copy: dict[str, Any] = {
             "copy": pair.copy.steps(),
@@ -384,6 +387,10 @@ class _Pair:
                 if isinstance(error.obj, torch.Tensor) and hasattr(DTensor, error.name or ""):
                     raise UsageError(_needs_dtensor(error)) from None
                 raise
+            except RuntimeError as error:
+                if "mixed torch.Tensor and DTensor" not in str(error):
+                    raise
+                raise UsageError(_holds_dtensors(error)) from None
         moved = any(not torch.equal(a, local_tensor(b)) for a, b in zip(before, params, strict=True))
         if not self._largest(int(moved)):
             raise UsageError(f"the step did not train the model, so nothing can be compared: {self._why_untrained()}")
@@ -415,6 +422,29 @@ class _Pair:
         tolerance = UPDATE_TOLERANCE.get(self._dtype, RTOL)
         actual, expected = (_norm(each.norms) for each in (self._actual, self._expected))
         return not math.isfinite(expected) or abs(actual - expected) <= tolerance * expected + ATOL
+
+    def check_scale(self, *, ok: bool) -> None:
+        """Check that the step itself does not scale gradients by what it sums over ranks; collective.
+
+        Raises:
+            UsageError: it does: each rank of the copy has all rows, so they count several times in such a sum.
+        """
+        if not self._largest(int(not ok)):
+            return
+        factor = scaled_after_backward(self._actual, self._expected, self._tolerance)
+        if self._largest(int(factor is None or not self._expected.calls_after_backward)):
+            return
+        scaled = None if factor is None or math.isnan(factor) else round(factor * _FINE)
+        most = self._largest(0 if scaled is None else scaled)
+        least = -self._largest(-_FINE * _FINE if scaled is None else -scaled)
+        if most - least > self._tolerance * most or abs(most / _FINE - 1) <= self._tolerance:
+            return
+        raise UsageError(
+            "the gradients that backward leaves are those of the unsharded copy, but then the step itself scales them: "
+            f"{most / _FINE:.4g} times as much as in the copy, on all ranks, as where it clips by a norm that it sums "
+            "over ranks. Each rank of the copy has all rows, so that sum is too large there, and what the step does "
+            "after backward is not compared. torch.nn.utils.clip_grad_norm_ can be compared, and is right with replicas"
+        )
 
     def left_out(self) -> tuple[str, ...]:
         """Return the parts with gradients that no optimizer among the variables has, and that did not move."""
@@ -657,6 +687,17 @@ def _whole_tensors() -> Iterator[None]:
         yield
     finally:
         delattr(torch.Tensor, name)
+
+
+def _holds_dtensors(error: RuntimeError) -> str:
+    """Return that the step uses DTensors which it keeps beside the model, such as an average of its parameters."""
+    calls = [place_in_file(*call) for call in walk_tb(error.__traceback__) if not is_of_a_library(call[0])]
+    where = f", in {calls[-1]}" if calls else ""
+    return (
+        f"the step computes with DTensors that it keeps beside the model{where}, such as an average of its parameters: "
+        "the unsharded copy has plain tensors, so it cannot take this step; call what keeps them outside of the step "
+        "function. Sharded, the step runs as it is"
+    )
 
 
 def _needs_dtensor(error: AttributeError) -> str:

@@ -153,6 +153,10 @@ AFTER = "; after "
 """In the reason of a :class:`RunEnd`, between an error and the one that was being handled when it was raised."""
 
 
+TWO_THREADS = "two of its threads issue collectives on one group, in an order that nothing fixes"
+"""The begin of a note about them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
     """How the program ended; a kill leaves no such frame.
