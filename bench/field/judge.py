@@ -30,6 +30,7 @@ RULES: Mapping[str, tuple[Cause, ...]] = {
     "rank-not-stepped": (Cause.EXTRA_OPTIMIZER_STEP,),
     "rank-stepped-twice": (Cause.EXTRA_OPTIMIZER_STEP,),
     "other-settings": (Cause.OTHER_HYPERPARAMETER,),
+    "options-differ": (Cause.OTHER_HYPERPARAMETER,),
     "other-gradients": (Cause.GRADIENT_SCALE,),
     "no-sync-left-on": (Cause.SYNC_LEFT_OFF,),
     "partial-norm": (Cause.LOCAL_CLIP,),

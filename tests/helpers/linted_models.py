@@ -513,11 +513,14 @@ class Stream(IterableDataset):
             yield torch.arange(self.first + place, self.first + place + 8) % 7
 
 
-def trained_from(ns, loader, model=None, part=lambda rows: rows):
-    """Train with the rows of a loader: parts of them, if ``part`` takes some."""
+def trained_from(ns, loader, model=None, part=lambda rows: rows, *, keeps=True):
+    """Train with the rows of a loader: parts of them, if ``part`` takes some; ``keeps``: the loader lives on."""
     prepared(ns, blockwise(make_net(dim=16), ours.fully_shard) if model is None else model)
-    ns["loader"] = loader
-    for rows in loader:
+    iterator = iter(loader)
+    if keeps:
+        ns["loader"] = loader
+    del loader
+    for rows in iterator:
         ns["loss"](ns["model"], part(rows)).backward()
         ns["opt"].step()
         ns["opt"].zero_grad()
@@ -531,6 +534,11 @@ def same_stream(ns, engine):
 @case
 def same_stream_under_ddp(ns):
     trained_from(ns, DataLoader(Stream(0), batch_size=2), DistributedDataParallel(make_net(dim=16)))
+
+
+@case
+def same_stream_of_a_loader_without_a_name(ns):
+    trained_from(ns, DataLoader(Stream(0), batch_size=2), keeps=False)
 
 
 @case

@@ -97,6 +97,10 @@ EXPECTED = {
             "let Stream.__iter__ yield each rank its own part",
         ),
     ),
+    "same_stream_of_a_loader_without_a_name": (
+        "same-data",
+        "the DataLoader of a Stream gave several ranks the same rows",
+    ),
     "same_order_without_shuffle": ("same-data", "inputs of the first 4 forwards", "DistributedSampler(loader.dataset)"),
     "same_rank_of_samplers": ("same-data", "loader.sampler has the same rank", "ranks 0-3 alike"),
     "same_random_numbers": ("same-random-numbers", "ranks 0-3 alike", "torch.set_rng_state(states[rank])"),

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.modules import module as torchs
 from torch.utils.data import DataLoader
 
+from workbench.runtime import training_inputs
 from workbench.runtime.training_inputs import TrainingInputs
 
 
@@ -39,9 +40,19 @@ def test_the_first_forwards_are_noted_of_the_outermost_module_and_then_none(inpu
     model = Model()
     kept = train(inputs, model, range(6))
     found = inputs.of(model)
-    assert (len(found.digests), len(set(found.digests)), found.loader()) == (4, 4, kept[0])
+    assert (len(found.digests), len(set(found.digests)), found.iterated.loader()) == (4, 4, kept[0])
     assert inputs.of(model.embed) is None or inputs.of(model.embed) is found
     assert not torchs._global_forward_hooks
+
+
+def test_a_loader_may_be_gone_while_its_iterator_goes_on(inputs):
+    model = Model()
+    loader, iterator = train(inputs, model, range(1))
+    del loader
+    model(torch.tensor([7]))
+    found = inputs.of(model)
+    assert (len(found.digests), found.iterated.loader(), found.iterated.dataset) == (2, None, "Tensor")
+    del iterator
 
 
 def test_a_keyword_is_an_input_too(inputs):
@@ -90,4 +101,15 @@ def test_the_same_batch_again_tells_nothing_and_the_newest_forwards_count(inputs
     model(torch.tensor([1]))
     model(torch.tensor([2]))
     assert len(inputs.of(model).digests) == 2
+    del kept
+
+
+def test_a_fault_of_its_own_ends_the_notes_and_not_the_program(inputs, monkeypatch):
+    def fails(_):
+        raise KeyError
+
+    monkeypatch.setattr(training_inputs, "checksum", fails)
+    model = Model()
+    kept = train(inputs, model, range(3))
+    assert (inputs.of(model), len(torchs._global_forward_hooks)) == (None, 0)
     del kept

@@ -21,13 +21,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from types import CodeType, FunctionType, MethodType
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
 
 from workbench.base.fault import Fault, added_late, buffers_differ, hook_never_called, in_no_unit, listed
 from workbench.base.text_formats import plural
@@ -52,7 +52,7 @@ from workbench.runtime.lint_target import (
 )
 from workbench.runtime.step_counters import count_in
 from workbench.runtime.training_history import OptimizerHistory
-from workbench.runtime.training_inputs import LoaderInputs
+from workbench.runtime.training_inputs import LoaderInputs, splits_rows
 
 TOY_NBYTES = 1 << 20
 """Bytes of a model, all its units unsharded, below which no rule about sizes speaks."""
@@ -567,14 +567,15 @@ def same_data(target: LintTarget) -> Iterator[Finding]:
 
 def _same_inputs(target: LintTarget, inputs: LoaderInputs) -> Iterator[Finding]:
     """Compare what ranks trained on; raises Abstains where a model may split its inputs itself."""
-    loader = inputs.loader()
-    if loader is None or _splits_rows(loader.sampler):
+    iterated, loader = inputs.iterated, inputs.iterated.loader()
+    if iterated.splits_rows:
         return
     if target.sends_activations(inputs.since_ns):
         raise Abstains("ranks that send each other activations within a forward may get the same inputs on purpose")
-    name = next((name for name, value in target.variables.items() if value is loader), "")
-    kind, rows = type(loader.dataset).__name__, f"{name}.dataset" if name else "dataset"
-    fix = _SPLIT_STREAM if isinstance(loader.dataset, IterableDataset) else _SPLIT_ROWS
+    known = target.variables.items() if loader is not None else ()
+    name = next((name for name, value in known if value is loader), "")
+    kind, rows = iterated.dataset, f"{name}.dataset" if name else "dataset"
+    fix = _SPLIT_STREAM if iterated.is_stream else _SPLIT_ROWS
     yield RankComparison(
         fault=Fault(
             rule="same-data",
@@ -627,13 +628,9 @@ def _samplers(target: LintTarget) -> Iterator[tuple[str, DistributedSampler[Any]
         sampler, text = value, name
         if isinstance(value, DataLoader):
             sampler, text = value.sampler, f"{name}.sampler"
-        if _splits_rows(sampler) and id(sampler) not in seen:
+        if splits_rows(sampler) and id(sampler) not in seen:
             seen.add(id(sampler))
             yield text, sampler
-
-
-def _splits_rows(sampler: object) -> TypeGuard[DistributedSampler[Any]]:
-    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 @rule(Damage.NUMBERS)

@@ -15,6 +15,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -261,7 +262,8 @@ class TrainingHistory:
     def _iterate_loader(self, original: Callable[..., Any], loader: DataLoader[Any], *args: Any) -> Any:
         iterator = original(loader, *args)
         if not self._is_aside():
-            self.inputs.iterated(loader, iterator)
+            with suppress(Exception):  # a loader or an iterator of the program's own may lack anything
+                self.inputs.iterated(loader, iterator)
         return iterator
 
     def _iterate(

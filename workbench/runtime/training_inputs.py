@@ -9,14 +9,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import is_fake
@@ -25,19 +25,43 @@ from workbench.runtime.emptied_tensors import checksum
 _MAX_FORWARDS = 4
 
 
+@dataclass(frozen=True)
+class IteratedLoader:
+    """A loader, which may be gone: an iterator of it needs it no more.
+
+    Attributes:
+        number: its id.
+        loader: the loader.
+        dataset: the class of its data set.
+        is_stream: whether that is an IterableDataset.
+        splits_rows: whether its sampler gives each rank its own rows.
+    """
+
+    number: int
+    loader: weakref.ref[DataLoader[Any]]
+    dataset: str
+    is_stream: bool
+    splits_rows: bool
+
+
 @dataclass
 class LoaderInputs:
     """Inputs of a model while a loader was iterated.
 
     Attributes:
-        loader: the loader.
+        iterated: the loader.
         digests: of the inputs of its first forwards since, at most 4.
         since_ns: time after the first of them.
     """
 
-    loader: weakref.ref[DataLoader[Any]]
+    iterated: IteratedLoader
     digests: list[int] = field(default_factory=list)
     since_ns: int = field(default_factory=time.monotonic_ns)
+
+
+def splits_rows(sampler: object) -> TypeGuard[DistributedSampler[Any]]:
+    """Return whether a sampler gives each rank its own rows."""
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
 
 
 class TrainingInputs:
@@ -51,12 +75,19 @@ class TrainingInputs:
         self._is_aside = is_aside
         self._handle: RemovableHandle | None = None
         self._is_full = False
-        self._iterators: weakref.WeakKeyDictionary[object, weakref.ref[DataLoader[Any]]] = weakref.WeakKeyDictionary()
+        self._iterators: weakref.WeakKeyDictionary[object, IteratedLoader] = weakref.WeakKeyDictionary()
         self._found: weakref.WeakKeyDictionary[nn.Module, LoaderInputs] = weakref.WeakKeyDictionary()
 
     def iterated(self, loader: DataLoader[Any], iterator: object) -> None:
         """Note an iterator of a loader; the inputs of forwards are noted from then on."""
-        self._iterators[iterator] = weakref.ref(loader)
+        rows, sampler = loader.dataset, loader.sampler
+        self._iterators[iterator] = IteratedLoader(
+            number=id(loader),
+            loader=weakref.ref(loader),
+            dataset=type(rows).__name__,
+            is_stream=isinstance(rows, IterableDataset),
+            splits_rows=splits_rows(sampler),
+        )
         self._watch()
 
     def watch_again(self) -> None:
@@ -83,10 +114,19 @@ class TrainingInputs:
         if self._handle is None and not self._is_full:
             self._handle = register_module_forward_hook(self._after_forward, with_kwargs=True)
 
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:  # noqa: ANN401
+    def _after_forward(self, *call: Any) -> None:  # noqa: ANN401 - of a hook
+        """Note a forward; a fault of this ends the notes, and not the program."""
+        try:
+            self._note(*call)
+        except Exception:  # noqa: BLE001 - whatever it is, the program goes on
+            self._found.clear()
+            self._is_full = True
+            self.remove()
+
+    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:  # noqa: ANN401
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and module.training) or self._is_aside():
             return
-        loaders = {id(loader): each for each in self._iterators.values() if (loader := each()) is not None}
+        loaders = {each.number: each for each in self._iterators.values()}
         given = list(tree_leaves((args, dict(kwargs))))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         if any(each.requires_grad or isinstance(each, DTensor) or each.is_meta or is_fake(each) for each in tensors):
