@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from workbench.runtime.step_observation import grouped, ratio, relative
+from workbench.runtime.step_observation import GradObserver, grouped, ratio, relative, scaled_after_backward
 
 
 def test_a_ratio_of_nearly_all_elements():
@@ -39,3 +39,31 @@ def test_a_relative_difference():
     assert relative(ones * math.nan, ones * math.nan) == 0.0
     assert relative(ones * math.nan, 0 * ones) == math.inf
     assert relative(ones[:0], ones[:0]) == 0.0
+
+
+def observed(after_backward, norms):
+    found = GradObserver([], dict, keeps=False)
+    found.after_backward = {name: torch.tensor(norm) for name, norm in after_backward.items()}
+    found.norms = {name: torch.tensor(norm) for name, norm in norms.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("own", "norms", "factor"),
+    [
+        ({"a": 2.0, "b": 4.0}, {"a": 1.0, "b": 2.0}, 1.0),
+        ({"a": 2.0, "b": 4.0}, {"a": 3.0, "b": 6.0}, 3.0),
+        ({"a": 2.0, "b": 4.0}, {"a": 3.0, "b": 5.0}, None),
+        ({"a": 2.1, "b": 4.0}, {"a": 3.0, "b": 6.0}, None),
+        ({"a": float("nan"), "b": 4.0}, {"a": 3.0, "b": 6.0}, None),
+        ({"a": 2.0}, {"a": 3.0}, None),
+    ],
+)
+def test_a_step_that_scales_all_gradients_alike_after_backward(own, norms, factor):
+    copy = observed({"a": 2.0, "b": 4.0}, {"a": 1.0, "b": 2.0})
+    found = scaled_after_backward(observed(own, norms), copy, 1e-3)
+    assert found == (factor if factor is None else pytest.approx(factor))
+
+
+def test_without_gradients_no_factor_is_known():
+    assert math.isnan(scaled_after_backward(observed({}, {}), observed({}, {}), 1e-3))

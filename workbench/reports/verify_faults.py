@@ -576,8 +576,9 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
         rule=DRIFT,
         verdict=f"the replicas of the model had different parameters before the step, in {plural(len(units), 'unit')}",
         evidence=tuple(texts[:4]),
-        fix="load one checkpoint on every rank, and let all ranks reduce: no no_sync() left on, and with fully_shard "
-        "model.set_requires_all_reduce(True)",
+        fix="load one checkpoint on every rank; then see what parts them: averaged weights put into the model of some "
+        "ranks, parameters unfrozen after DistributedDataParallel was made, no_sync() left on, or with fully_shard "
+        "model.set_requires_all_reduce(False)",
     )
 
 

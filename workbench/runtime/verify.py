@@ -437,7 +437,7 @@ class _Pair:
         scaled = None if factor is None or math.isnan(factor) else round(factor * _FINE)
         most = self._largest(0 if scaled is None else scaled)
         least = -self._largest(-_FINE * _FINE if scaled is None else -scaled)
-        if most - least > self._tolerance * most or abs(most / _FINE - 1) <= self._tolerance:
+        if not most or most - least > self._tolerance * most or abs(most / _FINE - 1) <= self._tolerance:
             return
         raise UsageError(
             "the gradients that backward leaves are those of the unsharded copy, but then the step itself scales them: "
