@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,9 @@ class GradObserver:
         @functools.wraps(backward)
         def observed(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as torch's
             backward(*args, **kwargs)
-            self.after_backward = {name: _norm(grad) for name, grad in self._read().items()}
-            self._num_calls = _num_calls()
+            self.after_backward, self._num_calls = {}, _num_calls()
+            with suppress(RuntimeError):  # gradients that are not reduced yet have other shapes
+                self.after_backward = {name: _norm(grad) for name, grad in self._read().items()}
 
         torch.autograd.backward = observed
         try:
