@@ -555,7 +555,8 @@ def _verify(args: argparse.Namespace) -> int:
             try:
                 report = ranks.verify(args.model, args.fn, repeat=args.repeat)
             except UsageError as error:
-                raise UsageError(f"{args.script} cannot be verified: {error}\n{_VERIFY_NEEDS}") from None
+                why = str(error).partition(": first %fsdp ")[0]  # which a notebook would type
+                raise UsageError(f"{args.script} cannot be verified: {why}\n{_VERIFY_NEEDS}") from None
     except WorkbenchError as error:
         return _fail_of_script(args, error)
     _write_report(args, report)
