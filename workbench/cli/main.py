@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from workbench import INSTALL, __version__
-from workbench.base.ports import LOOPBACK
 from workbench.errors import Interrupted, RankError, TraceError, UsageError, WorkbenchError, without_colours
 
 if TYPE_CHECKING:
@@ -120,6 +119,8 @@ def lab_command(tour: Path, extra: Sequence[str] = ()) -> list[str]:
         tour: the notebook.
         extra: further arguments for JupyterLab; they override ours.
     """
+    from workbench.base.ports import LOOPBACK  # noqa: PLC0415 - loaded when used
+
     ours = {"ServerApp.ip": LOOPBACK, "ServerApp.root_dir": str(tour.parent)}
     # JupyterLab accepts each option only once
     flags = [f"--{name}={value}" for name, value in ours.items() if _given(extra, name) is None]
