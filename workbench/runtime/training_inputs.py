@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -67,6 +67,8 @@ def splits_rows(sampler: object) -> TypeGuard[DistributedSampler[Any]]:
 class TrainingInputs:
     """Notes the inputs of each outermost module that trains while exactly one DataLoader is iterated.
 
+    Those are positional: of a model that is called with keywords, the inputs of its first modules tell as much.
+
     Args:
         is_aside: whether the running code is the workbench's own.
     """
@@ -112,7 +114,7 @@ class TrainingInputs:
 
     def _watch(self) -> None:
         if self._handle is None and not self._is_full:
-            self._handle = register_module_forward_hook(self._after_forward, with_kwargs=True)
+            self._handle = register_module_forward_hook(self._after_forward)  # torch leaves a mark of one with kwargs
 
     def _after_forward(self, *call: Any) -> None:  # noqa: ANN401 - of a hook
         """Note a forward; a fault of this ends the notes, and not the program."""
@@ -123,12 +125,11 @@ class TrainingInputs:
             self._is_full = True
             self.remove()
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], _: Any) -> None:  # noqa: ANN401
+    def _note(self, module: nn.Module, args: tuple[Any, ...], _: object) -> None:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and module.training) or self._is_aside():
             return
         loaders = {each.number: each for each in self._iterators.values()}
-        given = list(tree_leaves((args, dict(kwargs))))
-        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        tensors = [each for each in tree_leaves(args) if isinstance(each, torch.Tensor)]
         if any(each.requires_grad or isinstance(each, DTensor) or each.is_meta or is_fake(each) for each in tensors):
             return  # within a model, or without values
         if not tensors or len(loaders) != 1 or not any(p.requires_grad for p in module.parameters()):
