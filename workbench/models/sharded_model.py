@@ -146,7 +146,7 @@ class ShardedModel(ABC):
                 own = {id(each.shard): each.shard for each in tensors if isinstance(each.shard, torch.Tensor)}.values()
                 crc = 0
                 for each in own:
-                    crc = _checksum(local_tensor(each), crc)
+                    crc = checksum(local_tensor(each), crc)
                 found.append(ReplicaSum(unit=unit_words(unit.name), first_rank=min(replicas), crc32=crc))
         return tuple(found)
 
@@ -238,7 +238,7 @@ class ShardedModel(ABC):
 
     def buffer_sums(self) -> dict[str, int]:
         """Return the CRC-32 of each of :meth:`own_buffers` that every rank has whole, by name."""
-        return {name: _checksum(buffer) for name, buffer in self.own_buffers() if _is_plain(buffer)}
+        return {name: checksum(buffer) for name, buffer in self.own_buffers() if _is_plain(buffer)}
 
     # ---- a plain copy
 
@@ -317,7 +317,7 @@ def _is_plain(buffer: torch.Tensor) -> bool:
     return not (buffer.is_meta or isinstance(buffer, DTensor) or buffer.layout is not torch.strided)
 
 
-def _checksum(tensor: torch.Tensor, before: int = 0) -> int:
+def checksum(tensor: torch.Tensor, before: int = 0) -> int:
     """Return the CRC-32 of a tensor's bytes, after those with the CRC-32 ``before``."""
     local = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(local.view(torch.uint8).numpy().tobytes(), before) if local.numel() else before

@@ -163,8 +163,7 @@ class RankRecording:
             self.forget()
             with suppress(OSError):
                 self._writer.stop(time.monotonic_ns(), repr(error))
-            self._writer.close()
-            self._newest.delete()
+            self._close()
             raise
         exits = Patches("the end by os._exit is", self._note)
         exits.wrap(os, "_exit", self._watch_exit)
@@ -185,8 +184,7 @@ class RankRecording:
         self._complain(sentence)
 
     def _note_threads(self, first: str, second: str, call: str) -> None:
-        frames = [each for each in stack_of(sys._getframe()) if not is_of_a_library(each)]
-        place = f", in {frames[-1]}" if frames else ""
+        place = _users_place(stack_of(sys._getframe()))
         self._notes.append(f"{TWO_THREADS}: {first}, and {second}, which issues {call}{place}")
 
     def _watch_exit(self, status: int) -> Watching:
@@ -203,8 +201,7 @@ class RankRecording:
     def _watch_thread(self, ended: Any, *_: Any) -> Watching:  # noqa: ANN401 - threading.ExceptHookArgs
         """Note the error that has ended a thread: the others may wait for what it no longer does."""
         if os.getpid() == self._pid and ended.exc_value is not None and ended.exc_type is not SystemExit:
-            own = [each for each in _frames_of(ended.exc_value) if not is_of_a_library(each)]
-            who, place = ended.thread.name if ended.thread else "", f", in {own[-1]}" if own else ""
+            who, place = ended.thread.name if ended.thread else "", _users_place(_frames_of(ended.exc_value))
             self._notes.append(f"its thread {who} ended with {reason_of(ended.exc_value)}{place}")
         yield
 
@@ -228,11 +225,9 @@ class RankRecording:
                 self._write()
         except Exception as problem:  # noqa: BLE001 - whatever it is, the program ends as it would without
             self._stop_early(problem)
-        own = [each for each in frames if not is_of_a_library(each)]
         with suppress(OSError):
-            self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=tuple(own)))
-        self._writer.close()
-        self._newest.delete()
+            self._writer.end(RunEnd(t_ns=time.monotonic_ns(), reason=reason, frames=_users(frames)))
+        self._close()
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the recording ends."""
@@ -241,8 +236,11 @@ class RankRecording:
     def discard(self) -> None:
         """Stop recording, and delete what was written: this process is no rank."""
         self._leave()
-        self._writer.close()
+        self._close()
         self._writer.delete()
+
+    def _close(self) -> None:
+        self._writer.close()
         self._newest.delete()
 
     def _leave(self) -> None:
@@ -402,6 +400,16 @@ def _frames_of(error: BaseException) -> tuple[str, ...]:
     inner = _CALL_IN_TEXT.findall(str(error)[:_MAX_TEXT])
     summaries = (traceback.FrameSummary(path, int(line), name) for path, line, name in inner)
     return (*_frames(traceback.extract_tb(error.__traceback__)), *map(_frame, summaries))
+
+
+def _users(frames: Sequence[str]) -> tuple[str, ...]:
+    """Return the calls that are not of a library."""
+    return tuple(each for each in frames if not is_of_a_library(each))
+
+
+def _users_place(frames: Sequence[str]) -> str:
+    """Return the innermost of them as the end of a sentence; empty if there is none."""
+    return f", in {own[-1]}" if (own := _users(frames)) else ""
 
 
 def stack_of(frame: FrameType, handled: tuple[FrameType, str] | None = None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workbench.runtime.handled_errors import error_of_worker
 from workbench.trace.recording import AFTER
 
 _MAX_REASON = 500
@@ -29,13 +30,7 @@ def reason_of(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exit status {error.code}" if isinstance(error.code, int) else f"exit: {error.code}"
-    text = " ".join(_without_traceback(str(error)).split())[:_MAX_REASON]
+    text = " ".join(" ".join(error_of_worker(str(error))).split())[:_MAX_REASON]  # without the worker's traceback
     kind = type(error)
     name = f"{kind.__module__}.{kind.__name__}" if kind.__name__.islower() else kind.__name__  # such as struct.error
     return f"{name}: {text}".removesuffix(": ")
-
-
-def _without_traceback(text: str) -> str:
-    """Return an error's text without the traceback of another process, such as a worker of a loader, but its error."""
-    before, found, inner = text.partition("Original Traceback (most recent call last):")
-    return f"{before} {inner.strip().splitlines()[-1]}" if found and inner.strip() else text

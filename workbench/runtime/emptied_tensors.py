@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -187,9 +186,3 @@ def digest(tensor: torch.Tensor) -> int:
     flat = local.contiguous().reshape(-1)
     words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
     return int(words.sum(dtype=torch.int64))
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes, in their order; copies it to the host."""
-    values = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes()) if values.numel() else 0

@@ -14,7 +14,7 @@ _MAX_ERROR = 100  # characters
 
 
 def handled_error(thread: int) -> tuple[FrameType, str] | None:
-    """Return the error that a thread handles: the frame that handles it, and a text for that call. None: no error.
+    """Return the frame in which a thread handles an error, and a text for that call; None if it handles none.
 
     The text is ``", after 31 `KeyError: 'x', raised in data.py:7`"``: the line of the frame through which the error
     came, and the user's innermost line that raised it. An error without a line of the user is left out.
@@ -40,7 +40,11 @@ def handled_error(thread: int) -> tuple[FrameType, str] | None:
 
 def _words(error: BaseException) -> str:
     """Return an error as text: of one that came from a worker of a loader, what the worker raised."""
-    _, found, inner = str(error).partition("Original Traceback (most recent call last):")
-    if found and inner.strip():
-        return inner.strip().splitlines()[-1]
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    return error_of_worker(str(error))[1] or f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def error_of_worker(text: str) -> tuple[str, str]:
+    """Return an error's text before the traceback of another process in it, and that traceback's last line, if any."""
+    before, _, inner = text.partition("Original Traceback (most recent call last):")
+    lines = inner.strip().splitlines()
+    return (before, lines[-1]) if lines else (text, "")

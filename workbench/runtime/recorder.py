@@ -551,7 +551,7 @@ class Recorder:
                 return
             self._is_packing = True
             try:
-                while self._new and not self._is_only_expected():
+                while self._new and not (self._is_expected and self._is_only_expected()):
                     row, mark = self._new.popleft()
                     seq = self._head
                     _pack_row(self._ring, seq % self._capacity * _ROW_BYTES, seq, *row)

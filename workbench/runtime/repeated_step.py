@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from workbench.engine.full_param import local_tensor
-from workbench.models.sharded_model import Largest, ShardedModel, join, local_tensors
+from workbench.models.sharded_model import Largest, ShardedModel, checksum, join, local_tensors
 from workbench.protocol.commands import Difference, Repetition, VerifyReply
-from workbench.runtime.emptied_tensors import checksum
 from workbench.runtime.program_state import ProgramState
 from workbench.runtime.step_observation import (
     GradObserver,

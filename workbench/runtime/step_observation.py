@@ -188,9 +188,9 @@ def _norm(grad: torch.Tensor) -> torch.Tensor:
 
 
 def scaled_after_backward(actual: GradObserver, expected: GradObserver, tolerance: float) -> float | None:
-    """Return by which factor a step scales gradients later that are those of another step after backward.
+    """Return the factor between two steps' gradients that were equal after backward, and are scaled later.
 
-    None: they are not, or the factor is not the same for all. NaN: this rank has no gradient.
+    The result is None if they were not equal, or if the factor is not the same for all, and NaN without gradients.
     """
     factors: list[float] = []
     for name, of_copy in expected.after_backward.items():

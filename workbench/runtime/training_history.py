@@ -143,8 +143,7 @@ class TrainingHistory:
         self.copies: list[tuple[Place, Place]] = []
         self._drawn = None
         self._used = UsedGradients()
-        self.inputs.remove()
-        self.inputs = TrainingInputs(self._is_aside)
+        self.inputs.forget()
 
     def install(self) -> TrainingHistory:
         """Begin to note."""

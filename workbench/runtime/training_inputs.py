@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from workbench.engine._torch import is_fake
-from workbench.runtime.emptied_tensors import checksum
+from workbench.models.sharded_model import checksum
 
 _MAX_FORWARDS = 4
 
@@ -76,6 +76,11 @@ class TrainingInputs:
     def __init__(self, is_aside: Callable[[], bool]) -> None:
         self._is_aside = is_aside
         self._handle: RemovableHandle | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget what was noted so far, and the iterators."""
+        self.remove()
         self._is_full = False
         self._iterators: weakref.WeakKeyDictionary[object, IteratedLoader] = weakref.WeakKeyDictionary()
         self._found: weakref.WeakKeyDictionary[nn.Module, LoaderInputs] = weakref.WeakKeyDictionary()
@@ -100,7 +105,7 @@ class TrainingInputs:
             self._watch()
 
     def of(self, model: nn.Module) -> LoaderInputs | None:
-        """Return what a model, or what contains it, got; None: less than two different inputs are known."""
+        """Return the inputs of a model, or of what contains it; None if they are unknown, or all the same."""
         holders = (each for each in tuple(self._found) if any(module is model for module in each.modules()))
         holder = next(holders, None) or next((each for each in model.modules() if each in self._found), None)
         found = None if holder is None else self._found[holder]
