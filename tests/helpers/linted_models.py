@@ -626,6 +626,12 @@ def sync_left_off(ns, engine):
 
 
 @case
+def copies_left_unaveraged(ns):
+    options = {"device_mesh": mesh_of(4, 1), "sharding_strategy": torchs.ShardingStrategy.HYBRID_SHARD}
+    prepared(ns, torchs_wrapper(make_net(dim=16), **options))
+
+
+@case
 def sync_left_off_in_ddp(ns):
     prepared(ns, DistributedDataParallel(make_net(dim=16)))
     with ns["model"].no_sync():

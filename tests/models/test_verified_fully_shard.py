@@ -1,8 +1,11 @@
 """``verify`` of models that torch's ``fully_shard`` runs: right steps of every policy, what stays, what is refused."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_module
@@ -11,6 +14,7 @@ from tests.helpers.booted_ranks import execute, namespace, run
 from tests.runtime.test_verify_faults import make, prepare, report_of, train, verified
 from tests.runtime.test_verify_recipes import SETUP
 from workbench.base.codec import decode
+from workbench.engine import classic
 from workbench.errors import UsageError
 from workbench.protocol.commands import Step, Verify, VerifyReply
 from workbench.reports.verify_report import verify_report
@@ -128,9 +132,21 @@ def other_gradients_are_refused():
     return refusal()
 
 
+def copies_that_torch_leaves_unaveraged_are_refused():
+    """The workbench's wrapper, in the place of torch's, would train otherwise."""
+    ns, hybrid = namespace(), {"sharding_strategy": classic.ShardingStrategy.HYBRID_SHARD}
+    mesh = init_device_mesh("cpu", (2, 1))
+    ns["model"] = classic.FullyShardedDataParallel(make(), device_mesh=mesh, **hybrid)
+    ns["train_step"] = train
+    rank_module._after_cell(None)
+    with mock.patch.object(fsdp, "FullyShardedDataParallel", classic.FullyShardedDataParallel):
+        return refusal()
+
+
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
+        (copies_that_torch_leaves_unaveraged_are_refused, "makes NO_SHARD of a hybrid strategy"),
         (one_mesh_is_refused, "pass fully_shard the data-parallel part of the mesh, such as mesh['dp']"),
         (other_gradients_are_refused, "hold gradients or optimizer state of different parameters"),
     ],

@@ -42,7 +42,10 @@ def test_what_should_be_equal_is_compared_by_name_between_the_ranks_that_have_it
     ]
     (fault,) = lint_faults(replies)
     assert fault == Fault(
-        rule="buffers", verdict="differ: b", evidence=("b: rank 0 alone; ranks 1-2 alike",), fix="broadcast(b)"
+        rule="buffers",
+        verdict="differ: b",
+        evidence=("b: the same on ranks 1-2; different on rank 0",),
+        fix="broadcast(b)",
     )
     assert lint_faults([reply(compare=(buffers(a=1),))] * 2) == ()
 
@@ -53,7 +56,10 @@ def test_what_should_differ_is_a_fault_where_two_ranks_have_the_same():
 
     assert lint_faults([data(1), data(2), data(3)]) == ()
     (fault,) = lint_faults([data(1), data(2), data(1)])
-    assert (fault.verdict, fault.evidence) == ("loader is alike", ("loader: ranks 0, 2 alike; rank 1 alone",))
+    assert (fault.verdict, fault.evidence) == (
+        "loader is alike",
+        ("loader: the same on ranks 0, 2; different on rank 1",),
+    )
 
 
 def test_what_follows_from_another_fault_of_the_same_model_is_not_named_beside_it():

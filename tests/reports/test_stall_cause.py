@@ -725,8 +725,13 @@ def test_a_rank_that_makes_a_replicated_model_is_not_called_late():
 
 def test_a_rank_that_makes_a_group_waits_for_others_to_make_it():
     making = "/x/site-packages/torch/distributed/distributed_c10d.py:757 in _create_gloo_process_group: backend_class"
-    found = cause_of(alive(0, gather(1)), alive(1, FORWARD, **stack(making, 1)))
+    read = recording(alive(0, gather(1)), alive(1, FORWARD, **stack(making, 1)))
+    found = where(read, WALL + 30 * S).cause
     assert (found.rule, found.fix[:43]) == ("late-rank", "let all ranks make the same groups in the s")
+    (both,) = read.trace.header.comm_groups
+    header = replace(read.trace.header, comm_groups=(both, replace(both, ranks=(1,))))
+    told = where(replace(read, trace=Trace(header, read.trace.ranks)), WALL + 30 * S).cause
+    assert told.verdict == f"{found.verdict}; rank 1 made a group of its own before, which rank 0 did not make"
     own = "/home/me/train.py:9 in setup: dist.new_group([0, 1])"
     makes = {"quiet": (SilentStack(t_ns=9 * S, seq=0, frames=(own, making)),)}
     found = cause_of(*(alive(number, **makes) for number in (0, 1)))

@@ -604,6 +604,15 @@ def ranks_of_handle(handle: Handle) -> tuple[Ranks, Ranks | None]:
     return _ranks(handle.process_group), replicas
 
 
+def is_left_unaveraged(handle: Handle) -> bool:
+    """Return whether torch was told to average gradients over copies of one rank each, and averages nothing.
+
+    It makes ``NO_SHARD`` of ``HYBRID_SHARD`` over shard groups of one rank, and then reduces within such a group alone.
+    """
+    between = getattr(_wrapper_of(handle), "_inter_node_pg", None)
+    return not handle.uses_sharded_strategy and between is not None and handle.process_group.size() < between.size()
+
+
 def module_of_handle(handle: Handle) -> nn.Module:
     """Return the module whose parameters are in a flat parameter."""
     return handle._fully_sharded_module

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 from workbench.engine import FSDPModule, classic
@@ -20,6 +21,7 @@ from workbench.engine.classic import unwrapping as classic_undo
 from workbench.engine.classic.wrapper_state import WrapperState, wrapper_states_below
 from workbench.engine.event_source import SOURCE
 from workbench.engine.fsdp_state import FSDPState, roots_below, state_of, states_below, units_of
+from workbench.engine.mesh import HSDPMeshInfo
 from workbench.engine.module_names import clean, full_name, named_params, names_below
 from workbench.engine.param_group import FSDPParamGroup
 from workbench.engine.unsharding import full_tensor, plain_copy
@@ -155,8 +157,23 @@ class WorkbenchModel(ShardedModel):
     # ---- a plain copy
 
     def check_can_copy(self, name: str, largest: Largest) -> None:
-        """Raise UsageError if parts of the model ``name`` are sharded by different APIs."""
+        """Raise UsageError if different APIs shard the model ``name``, or torch's wrapper would train it otherwise."""
         check_one_api(name, self.model)
+        is_in_place_of_torchs = vars(fsdp)["FullyShardedDataParallel"] is FullyShardedDataParallel
+        if is_in_place_of_torchs and any(map(self._is_left_unaveraged_by_torch, self._states)):
+            raise UsageError(
+                f"torch's FullyShardedDataParallel does not average the gradients of {name!r} between its copies: it "
+                "makes NO_SHARD of a hybrid strategy with one rank in each shard group. The workbench's engine, which "
+                "takes its place in verify, averages them, so a comparison says nothing of your run. Shard over groups "
+                "of two ranks or more, or replicate with DistributedDataParallel"
+            )
+
+    @staticmethod
+    def _is_left_unaveraged_by_torch(state: FSDPState) -> bool:
+        meshes = (unit.mesh_info for unit in units_of([state]))
+        return isinstance(state, WrapperState) and any(
+            isinstance(mesh, HSDPMeshInfo) and mesh.shard_mesh_size == 1 < mesh.replicate_mesh_size for mesh in meshes
+        )
 
     def copy(
         self, memo: dict[int, Any], optimizers: Optimizers, largest: Largest

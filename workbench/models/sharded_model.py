@@ -132,6 +132,10 @@ class ShardedModel(ABC):
         """Return how many backwards of a unit were averaged, or None if the engine does not count them."""
         return None
 
+    def is_left_unaveraged(self, unit: int) -> bool:
+        """Return whether the engine was told to average the gradients of a unit over several ranks, and does not."""
+        return False
+
     def replicas(self, unit: int) -> Sequence[int]:
         """Return the ranks that hold the same shard of a unit as this one; empty: it is the only one, or unknown."""
         return self.layout_of(unit).replicas or ()

@@ -365,6 +365,10 @@ class WrapperModel(WatchedModel[Handle]):
         }
         self._wrappers = list(_torch.wrappers_below(model))
 
+    def is_left_unaveraged(self, unit: int) -> bool:
+        """Return whether the wrapper replicates a unit over several ranks and averages its gradients over none."""
+        return _torch.is_left_unaveraged(self._flats[unit].handle)
+
     def check_can_copy(self, name: str, largest: Largest) -> None:
         """Raise UsageError if tensor parallelism splits the model, or it holds gradients not reduced; collective."""
         if any(_torch.is_split_otherwise(flat.handle) for flat in self._flats.values()):

@@ -86,5 +86,8 @@ def _fails(ranks: Mapping[int, Sequence[int]], before: Mapping[int, int], *, wan
 
 
 def _alike(ranks: Mapping[int, Sequence[int]]) -> str:
-    """Return which ranks have equal values: ``"rank 0; ranks 1, 2 alike"``."""
-    return "; ".join(f"{label(own)}{' alike' if len(own) > 1 else ' alone'}" for own in ranks.values())
+    """Return which ranks have equal values: ``"the same on ranks 1, 2; different on rank 0"``."""
+    shared = [f"the same on {label(own)}" for own in ranks.values() if len(own) > 1]
+    single = [own[0] for own in ranks.values() if len(own) == 1]
+    each_of = "each of " if len(single) > 1 else ""
+    return "; ".join([*shared, *([f"different on {each_of}{label(single)}"] if single else [])])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 
@@ -56,7 +56,7 @@ from workbench.reports.parted_ranks import (
 from workbench.trace.columns import Trace
 from workbench.trace.frames import is_in_loop, lock_held, short_place
 from workbench.trace.recording import Activity
-from workbench.trace.schema import Header
+from workbench.trace.schema import GroupInfo, Header
 from workbench.trace.step_names import step_name
 
 _CALL = {Kind.SEND: "send", Kind.RECV: "receive"}
@@ -180,7 +180,7 @@ class _Waits:
             and (has_timed_out or self._is_quiet(each))
         ]
         if late:
-            return _of_silent(late, waiting)
+            return _of_silent(late, waiting, self.trace.header.comm_groups)
         if unseen:
             return self._of_counts([*waiting, *unseen]) or self._of_unseen(waiting, unseen)
         complete = [each for each in waiting if not _absent(each) and each.pending and not each.pending.unknown]
@@ -192,10 +192,11 @@ class _Waits:
         making = [each for each in self.positions if _makes_a_group(each) and self._is_quiet(each)]
         if len(making) < max(len(self.positions), 2):
             return None
+        left_out = _left_out_group(self.trace.header.comm_groups) or "one of them has made another group before"
         return Fault(
             rule="crossed-groups",
             verdict=f"{label([each.rank for each in making])} wait for each other to make a process group"
-            f"{_places(making, ', in ')}: one of them has made another group before",
+            f"{_places(making, ', in ')}: {left_out}",
             evidence=tuple(frame_lines(making)),
             fix=_ALL_IN,
         )
@@ -649,7 +650,9 @@ def _lock_words(waiting: Sequence[RunPosition], holding: Sequence[RunPosition]) 
     return ""
 
 
-def _of_silent(silent: Sequence[RunPosition], waiting: Sequence[RunPosition]) -> Fault:
+def _of_silent(
+    silent: Sequence[RunPosition], waiting: Sequence[RunPosition], groups: Sequence[GroupInfo] = ()
+) -> Fault:
     ranks = label([each.rank for each in silent])
     do, what = ("do", "they do") if len(silent) > 1 else ("does", "it does")
     places = (
@@ -664,7 +667,8 @@ def _of_silent(silent: Sequence[RunPosition], waiting: Sequence[RunPosition]) ->
     if lock:
         place, fix = f"{place}; {lock}", _NO_LOCK
     elif all(map(_makes_a_group, silent)):
-        fix = _ALL_IN
+        left_out, fix = _left_out_group(groups), _ALL_IN
+        place += f"; {left_out}" if left_out else ""
     elif all(map(_waits_for_loader, silent)):
         fix = _LOADER
     else:
@@ -683,6 +687,19 @@ _LOADER = (
     "see why a worker of its DataLoader does not answer: with timeout=60 it raises, and num_workers=0 shows the line"
 )
 _ALL_IN = "let all ranks make the same groups in the same order, also those that are in none of them"
+
+
+def _left_out_group(groups: Sequence[GroupInfo]) -> str:
+    """Return which ranks have not made a group that others made, as text; empty: unknown.
+
+    torch numbers groups in the order in which a rank makes them. If a number stands for some ranks, and on others for
+    more ranks, those others have not made the first group.
+    """
+    for one, other in permutations(groups, 2):
+        if one.name == other.name and {*one.ranks} < {*other.ranks}:
+            own, others = "their" if len(one.ranks) > 1 else "its", label({*other.ranks} - {*one.ranks})
+            return f"{label(one.ranks)} made a group of {own} own before, which {others} did not make"
+    return ""
 
 
 def _makes_a_group(position: RunPosition) -> bool:

@@ -182,9 +182,9 @@ def _not_seen(by_rank: Sequence[VerifyReply]) -> tuple[str, ...]:
     if len(set(sizes)) <= 1:
         return ()
     return (
-        f"the ranks' inputs have {', '.join(map(str, sizes[:8]))} elements: not compared is how the loss weighs them, "
-        "which both steps compute alike; a mean over each rank's own batch weighs its samples by 1 / its size, so "
-        "use the sum, times the number of ranks, over the size of all batches",
+        f"the ranks' inputs have {', '.join(map(str, sizes[:8]))} elements. Both steps weigh them alike, so whether "
+        "the weights are right was not compared: in a mean over each rank's own batch, samples of a small batch count "
+        "more. For equal weights, take the sum of losses, times the number of ranks, over the number of all samples",
     )
 
 

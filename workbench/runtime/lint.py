@@ -147,6 +147,7 @@ def _units_of(models: Sequence[ShardedModel]) -> Iterator[LintUnit]:
                 info=unit,
                 tensors=model.tensors(unit.index),
                 num_backwards=model.num_backwards(unit.index),
+                is_left_unaveraged=model.is_left_unaveraged(unit.index),
                 **vars(model.layout_of(unit.index)),
             )
 

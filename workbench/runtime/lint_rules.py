@@ -236,8 +236,18 @@ def sync_left_off(target: LintTarget) -> Iterator[Finding]:
     """Gradients that were not reduced before the step: gradient synchronisation stayed off for the last micro-batch.
 
     Told by what waited at the newest step of an optimizer, not by the flag of a module, which a loop may turn off
-    again at once.
+    again at once. Or torch's wrapper, told to replicate over shard groups of one rank, reduces over none.
     """
+    left = [unit for unit in target.units if unit.is_left_unaveraged]
+    if left:
+        yield Fault(
+            rule="sync-left-off",
+            verdict=f"torch does not average the gradients of {target.name} between its copies: it makes NO_SHARD of a "
+            "hybrid strategy with one rank in each shard group, and reduces within that group alone",
+            evidence=(f"units {_names(left)}",),
+            fix="shard over groups of two ranks or more, or replicate with DistributedDataParallel; then load one "
+            "checkpoint on every rank",
+        )
     for name, _, past in target.trained:
         units = [unit for unit in target.units if unit.info.index in past.unreduced]
         steps = f"{past.num_unreduced} of {plural(past.num_steps, 'step')} of {name}"

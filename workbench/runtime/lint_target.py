@@ -55,6 +55,7 @@ class LintUnit:
         shard_ranks: ranks that share one copy with this one; None: unknown.
         replicas: ranks that hold the same shard as this one; None: unknown.
         num_backwards: of a model in ``DistributedDataParallel``: backwards that it averaged; None: unknown.
+        is_left_unaveraged: whether its engine averages its gradients over no rank, though it was told to.
     """
 
     info: Unit
@@ -63,6 +64,7 @@ class LintUnit:
     shard_ranks: tuple[int, ...] | None = None
     replicas: tuple[int, ...] | None = None
     num_backwards: int | None = None
+    is_left_unaveraged: bool = False
 
     @property
     def is_sharded(self) -> bool:
