@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
@@ -53,11 +54,11 @@ def viewer(control):
 
 def file_of(connection):
     """Return the connection file of the ranks that a server has started."""
-    (router, *_) = [
-        each for each in psutil.Process(connection.pid).children() if "ipyparallel" in " ".join(each.cmdline())
+    (controller, _heartbeat) = [
+        each for each in psutil.Process(connection.pid).children(recursive=True) if each.name() == "fsdp-controller"
     ]
-    (place,) = [word.partition("=")[2] for word in router.cmdline() if word.startswith("--ProfileDir.location=")]
-    return f"{place}/security/ipcontroller-client.json"
+    log = Path(os.readlink(f"/proc/{controller.pid}/fd/1"))
+    return str(log.parent / "profile" / "security" / "ipcontroller-client.json")
 
 
 def test_a_hang_is_named_and_ended_and_a_viewer_sees_it(control, viewer):
@@ -119,6 +120,6 @@ def test_a_server_that_is_ended_leaves_no_process(number):
         found.ok("start", num_ranks=1, device="cpu", wait_s=START_S)
         server = psutil.Process(found.pid)
         below = server.children(recursive=True)
-        assert any("ipyparallel.controller" in " ".join(each.cmdline()) for each in below)
+        assert any(each.name() == "fsdp-controller" for each in below)
         os.kill(found.pid, number)
         wait_until(lambda: not any(map(is_running, below)))

@@ -23,8 +23,9 @@ from workbench.base import ports
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.channels import Channels
 from workbench.cluster.pending_replies import PendingReplies
-from workbench.cluster.processes import ChildProcess, is_running
+from workbench.cluster.processes import is_running
 from workbench.cluster.reaper import Reaper
+from workbench.cluster.zygote import Zygote
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.errors import ClusterError, Interrupted, UsageError
 
@@ -65,7 +66,7 @@ def test_a_stop_leaves_only_the_zygote(make_cluster, private):
 
 @pytest.mark.parametrize(
     "what",
-    quick([(Channels, "call"), (Channels, "close"), (ChildProcess, "join"), (Reaper, "close")], [(Channels, "call")]),
+    quick([(Channels, "call"), (Channels, "close"), (Zygote, "join"), (Reaper, "close")], [(Channels, "call")]),
 )
 def test_an_error_during_the_start_leaves_nothing_behind(make_cluster, private, monkeypatch, what):
     processes = processes_now()
@@ -167,7 +168,7 @@ def test_the_controller_listens_on_reserved_ports_alone(make_cluster, monkeypatc
     reserved, processes = [], processes_now()
     monkeypatch.setattr(local_launch, "reserved_port", lambda: reserved.append(ports.reserved_port()) or reserved[-1])
     with make_cluster(1):
-        controller = [p for p in processes_now() - processes if "ipyparallel.controller" in p.cmdline()]
+        controller = [p for p in processes_now() - processes if p.name() == "fsdp-controller"]
         found = {port for _, port in listening(controller)}
     assert found <= set(reserved)
     assert len(found) > 10
@@ -236,12 +237,12 @@ def test_a_rank_side_that_fails_at_boot_is_named(private):
 def replace_rank_1(monkeypatch, code):
     """Run ``code`` in place of the engine of rank 1, in a process that is not forked."""
     monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
-    real = local_launch.engine_command
+    real = local_launch.command
 
-    def command(root, engine, timeout_s):
-        return [sys.executable, "-c", code] if engine.endswith("-rank-1") else real(root, engine, timeout_s)
+    def command(program):
+        return [sys.executable, "-c", code] if program.log.name == "rank-1.log" else real(program)
 
-    monkeypatch.setattr(local_launch, "engine_command", command)
+    monkeypatch.setattr(local_launch, "command", command)
 
 
 def test_a_rank_that_does_not_start_is_named_with_its_log(make_cluster, monkeypatch, private):
@@ -264,8 +265,10 @@ def test_a_rank_that_does_not_start_is_named_with_its_log(make_cluster, monkeypa
 
 def test_many_ranks_that_do_not_start_are_listed_after_the_advice(make_cluster, monkeypatch, private):
     monkeypatch.setattr(local_launch, "can_fork", lambda device: False)
-    silent = [sys.executable, "-c", "import signal; signal.pause()"]
-    monkeypatch.setattr(local_launch, "engine_command", lambda root, engine, timeout_s: silent)
+    real, silent = local_launch.command, [sys.executable, "-c", "import signal; signal.pause()"]
+    monkeypatch.setattr(
+        local_launch, "command", lambda program: silent if program.log.name.startswith("rank") else real(program)
+    )
     wait_for_engines = local_launch.LocalLaunch.wait_for_engines
 
     def without_patience(self, registered):
@@ -316,8 +319,8 @@ def test_a_rank_that_ends_while_it_starts_is_named_with_its_log(make_cluster, mo
 
 
 def test_a_controller_that_ends_while_it_starts_is_named(make_cluster, monkeypatch):
-    monkeypatch.setattr(local_launch, "controller_command", lambda root: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(ClusterError, match=r"the controller ended during the start; its log is empty"):
+    monkeypatch.setattr(local_launch, "controller_arguments", lambda root: ["--IPController.ports=none"])
+    with pytest.raises(ClusterError, match=r"(?s)the controller ended during the start; the end of its log:.*ports"):
         make_cluster().start()
 
 

@@ -14,7 +14,7 @@ from tests.helpers.waiting import PATIENCE_S, wait_until
 from workbench.base.devices import DEVICES
 from workbench.cluster import Cluster, local_launch
 from workbench.cluster.processes import is_running
-from workbench.cluster.zygote import can_fork
+from workbench.cluster.zygote import ClusterProgram, can_fork
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.errors import ClusterError
 
@@ -73,7 +73,7 @@ def test_nothing_is_left_after_one_of_them_is_killed(make_cluster, who, tmp_path
     wait_until(lambda: cluster._provider.exit_code(1) == -signal.SIGKILL)
     if who == "the zygote":
         with pytest.raises(ClusterError, match="forked from has ended: no process for rank 1"):
-            cluster._provider._zygote.replace(1, [], tmp_path / "log")
+            cluster._provider._zygote.replace(1, ClusterProgram("this", [], tmp_path / "log", []))
     cluster.stop()
     KEEPER.end()
     assert not any(map(is_running, (parent, *ranks)))

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,10 +42,11 @@ from workbench.cluster.pending_replies import ranks_in_words
 from workbench.cluster.processes import ChildProcess
 from workbench.cluster.rank_assignment import few_devices
 from workbench.cluster.reaper import Reaper
-from workbench.cluster.zygote import ForkedRank, Zygote, can_fork
+from workbench.cluster.zygote import ClusterProgram, ForkedProcess, Zygote, can_fork
 from workbench.cluster.zygote_cache import KEEPER
 from workbench.errors import ClusterError, UsageError
 
+_CONTROLLER, _ENGINE = "ipyparallel.controller", "ipyparallel.engine"
 HEARTBEAT_MS = 200  # an engine has registered after its second heartbeat
 STOP_GRACE_S = 2.0
 _NEVER = 10**6
@@ -103,8 +104,8 @@ def private_directory(profile: str | None) -> Path:
     return root
 
 
-def controller_command(root: Path) -> list[str]:
-    """Return the command line of the controller."""
+def controller_arguments(root: Path) -> list[str]:
+    """Return the arguments of the controller."""
     flags = {
         "IPController.ports": ",".join(str(reserved_port()) for _ in range(_PORTS)),
         "ProfileDir.location": root / "profile",
@@ -120,12 +121,7 @@ def controller_command(root: Path) -> list[str]:
         "HeartMonitor.period": HEARTBEAT_MS,
         "HeartMonitor.max_heartmonitor_misses": _NEVER,
     }
-    return _command("ipyparallel.controller", _arguments(flags))
-
-
-def engine_command(root: Path, engine: str, timeout_s: float) -> list[str]:
-    """Return the command line of the engine with the session id ``engine``."""
-    return _command("ipyparallel.engine", engine_arguments(root, engine, timeout_s))
+    return _arguments(flags)
 
 
 def engine_arguments(root: Path, engine: str, timeout_s: float) -> list[str]:
@@ -147,8 +143,9 @@ def _arguments(flags: dict[str, object]) -> list[str]:
     return [f"--{name}={value}" for name, value in flags.items()]
 
 
-def _command(module: str, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", module, *arguments]
+def command(program: ClusterProgram) -> list[str]:
+    """Return the command line of a process that is not forked."""
+    return [sys.executable, "-m", program.module, *program.arguments]
 
 
 class LocalLaunch(EngineProvider):
@@ -195,31 +192,41 @@ class LocalLaunch(EngineProvider):
         self._used_s: dict[psutil.Process, float] = {}  # CPU time of each process at the last deadline
         self._id = secrets.token_hex(8)
         self._on_exit = on_exit
-        self._watched: dict[int | None, ChildProcess | ForkedRank] = {}
+        self._watched: dict[int | None, ChildProcess | ForkedProcess] = {}
         self._zygote: Zygote | None = None
         self._num_replaced = 0
         self._oom_kills = processes.num_oom_kills()
-        self._lacked_memory: dict[ChildProcess | ForkedRank, bool] = {}
+        self._lacked_memory: dict[ChildProcess | ForkedProcess, bool] = {}
         self._root = private_directory(profile)
         self._environment = processes.environment(self._id, num_ranks) | {"IPP_SESSION_KEY": secrets.token_hex(32)}
         self.engines = tuple(f"{self._id}-rank-{rank}" for rank in range(num_ranks))
         self._reaper = Reaper(self._id, glob.escape(str(self._root)))
         try:
             patience_s = _PATIENCE * timeout_s
+            self._preload = [preload] if preload else []
+            programs: dict[int | None, ClusterProgram] = {None: self._controller()}
+            programs |= {rank: self._engine(rank, patience_s) for rank in range(num_ranks)}
             if can_fork(device):
-                arguments = [engine_arguments(self._root, engine, patience_s) for engine in self.engines]
-                self._fork(arguments, [preload] if preload else [])
-            self._spawn(None, controller_command(self._root))
-            for rank, engine in enumerate(self.engines if self._zygote is None else ()):
-                self._spawn(rank, engine_command(self._root, engine, patience_s))
+                self._fork(programs)
+            else:
+                for rank, program in programs.items():
+                    self._spawn(rank, program)
         except BaseException:  # processes that have started must not survive
             self.end()
             raise
 
-    def _spawn(self, rank: int | None, command: list[str]) -> None:
-        with self._log_file(rank).open("wb") as log:
+    def _controller(self) -> ClusterProgram:
+        arguments = controller_arguments(self._root)
+        return ClusterProgram(_CONTROLLER, arguments, self._log_file(None), [f"{_CONTROLLER}.app"])
+
+    def _engine(self, rank: int, timeout_s: float) -> ClusterProgram:
+        arguments = engine_arguments(self._root, self.engines[rank], timeout_s)
+        return ClusterProgram(_ENGINE, arguments, self._log_file(rank), [f"{_ENGINE}.app", *self._preload])
+
+    def _spawn(self, rank: int | None, program: ClusterProgram) -> None:
+        with program.log.open("wb") as log:
             popen = subprocess.Popen(
-                command,
+                command(program),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -229,17 +236,14 @@ class LocalLaunch(EngineProvider):
         self._watched[rank] = watched = ChildProcess(popen, lambda _code: self._on_exit(rank))
         self._reaper.adopt(watched.process)
 
-    def _fork(self, arguments: list[list[str]], preload: list[str]) -> None:
-        logs = [self._log_file(rank) for rank in range(len(arguments))]
-        self._zygote = KEEPER.take(self._environment, preload, logs[0])
-        ranks = self._zygote.fork(
-            arguments,
-            logs,
+    def _fork(self, programs: Mapping[int | None, ClusterProgram]) -> None:
+        self._zygote = KEEPER.take(self._environment, self._preload, self._log_file(None))
+        self._watched |= self._zygote.fork(
+            programs,
             environment=self._environment,
             on_born=self._reaper.adopt,
             on_exit=lambda rank, _code: self._on_exit(rank),
         )
-        self._watched |= dict(enumerate(ranks))
 
     def replace(self, ranks: Sequence[int], registered: Registered, _used: Sequence[str]) -> dict[int, str]:
         """Start another process for each of ``ranks``, which have ended, and wait until its engine has registered.
@@ -254,12 +258,12 @@ class LocalLaunch(EngineProvider):
         new = {rank: f"{self._id}-rank-{rank}-{self._num_replaced}" for rank in ranks}
         self.engines = tuple(new.get(rank, engine) for rank, engine in enumerate(self.engines))
         self.deadline = time.monotonic() + self._timeout_s
-        for rank, engine in new.items():
+        for rank in new:
+            program = self._engine(rank, self._timeout_s)
             if self._zygote is None:
-                self._spawn(rank, engine_command(self._root, engine, self._timeout_s))
+                self._spawn(rank, program)
             else:
-                arguments = engine_arguments(self._root, engine, self._timeout_s)
-                self._watched[rank] = self._zygote.replace(rank, arguments, self._log_file(rank))
+                self._watched[rank] = self._zygote.replace(rank, program)
         while missing := [rank for rank, engine in new.items() if engine not in registered()]:
             self._wait_a_moment(f"{ranks_in_words(missing)} did not start", [*missing], "a process takes its place")
         return new
@@ -273,7 +277,8 @@ class LocalLaunch(EngineProvider):
         security = self._root / "profile" / "security"
         for_client, for_engine = (security / f"ipcontroller-{whom}.json" for whom in ("client", "engine"))
         while not (is_complete(for_client) and is_complete(for_engine)):
-            self._wait_a_moment("the controller did not start", [None], "waiting for the controller")
+            late = [None, *range(len(self.engines))]
+            self._wait_a_moment("the controller did not start", late, "waiting for the controller")
         # engines read the file as soon as it exists, so it must appear complete: renamed, and a copy, since the
         # controller still writes to its own
         copy = self._root / "engine.json.copy"
@@ -297,9 +302,10 @@ class LocalLaunch(EngineProvider):
 
     def _wait_a_moment(self, complaint: str, late: list[int | None], detail: str) -> None:
         """Sleep for a moment; raise if a process has ended, or if the ``late`` ones exceed the deadline."""
-        ended = [rank for rank in dict.fromkeys([*late, None]) if self.exit_code(rank) is not None]
+        ended = [rank for rank in {*late, None} if self.exit_code(rank) is not None]
         if ended:
-            raise ClusterError(f"{_name(ended[0])} ended during the start{self.log_tail(ended[0])}")
+            first = min(ended, key=lambda rank: (rank is None, rank))  # a rank's log says why the zygote has ended
+            raise ClusterError(f"{_name(first)} ended during the start{self.log_tail(first)}")
         if self.is_overdue():
             raise ClusterError(f"{complaint} in time{self.advice(*late)}")
         self._notices.notice(f"starting {len(self.engines)} rank{'' if len(self.engines) == 1 else 's'}", detail)
@@ -335,7 +341,7 @@ class LocalLaunch(EngineProvider):
         if watched.returncode is None:
             return ""
         who = "the process" if rank is not None else "the cluster's controller"
-        if isinstance(watched, ForkedRank) and watched.died_with_zygote:
+        if isinstance(watched, ForkedProcess) and watched.died_with_zygote:
             who = "the process that ranks are forked from"
         if watched not in self._lacked_memory:
             self._lacked_memory[watched] = watched.returncode == -signal.SIGKILL and self._is_killed_for_memory()

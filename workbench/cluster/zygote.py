@@ -1,10 +1,11 @@
-"""The zygote: a process that imports torch once and forks all ranks, which saves an import per rank.
+"""The zygote: a process that imports ipyparallel and torch once and forks all others, which saves their imports.
 
-It forks one child per rank while it is still single-threaded and has no socket. Each child becomes an engine with its
+It forks the controller, and one child per rank, while it is still single-threaded and has no socket. The first
+controller is forked before torch is imported, and starts meanwhile. A child becomes a controller or an engine with its
 own session, log file and process id. The zygote waits for its children and for requests, and reports each start
-(``{"rank": 0, "pid": 12}``) and end (``{"rank": 0, "code": -9}``) to the kernel, as one JSON line. A child dies with
-the zygote (Linux's parent death signal), so every running rank has a parent that waits for it. Once all children have
-ended the zygote is idle again and can fork the ranks of another cluster (zygote_cache.py).
+(``{"rank": 0, "pid": 12}``; the controller has the rank None) and end (``{"rank": 0, "code": -9}``) to the kernel, as
+one JSON line. A child dies with the zygote (Linux's parent death signal), so every running rank has a parent that waits
+for it. Once all children have ended the zygote is idle again and can fork those of another cluster (zygote_cache.py).
 
 It belongs to no cluster; it has its own marker and reaper, so it ends when the kernel does.
 
@@ -45,12 +46,15 @@ from workbench.cluster.reaper import Reaper
 from workbench.errors import ClusterError
 
 _DIE_S = 5.0  # limit for a process to die of a signal
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _MANY = 2**16  # bytes read at once
 _ENV_START = 47  # index of the environment's address among the fields of /proc/PID/stat after the name
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # OpenBLAS starts its threads at import
 # no import reads these: the workbench's own, and the others, of which the last has the name of pytest's current test
 _OF_ONE_START = re.compile(r"WORKBENCH_\w+|IPP_SESSION_KEY|PYTEST_CURRENT_TEST")
+
+CONTROLLER = b"fsdp-controller"
+"""Name of the controller's process, as ``top`` shows it; a rank's is ``fsdp-rank-0``."""
 
 
 def can_fork(device: str) -> bool:
@@ -63,9 +67,26 @@ def can_fork(device: str) -> bool:
 # --------------------------------------------------------------------- on the kernel
 
 
+@dataclass(frozen=True)
+class ClusterProgram:
+    """What a process of a cluster runs.
+
+    Attributes:
+        module: as for ``python -m``.
+        arguments: its arguments.
+        log: file for its stdout and stderr.
+        preload: modules that the zygote imports before it forks the process; what it writes then is in ``log`` too.
+    """
+
+    module: str
+    arguments: Sequence[str]
+    log: Path
+    preload: Sequence[str]
+
+
 @dataclass(eq=False)
-class ForkedRank:
-    """A rank's process, which is a child of the zygote.
+class ForkedProcess:
+    """The process of a rank, or of the controller, which is a child of the zygote.
 
     Attributes:
         process: the process; None before the fork.
@@ -84,7 +105,7 @@ class Zygote:
 
     Args:
         environment: environment during its imports; ranks get their own.
-        preload: modules to import before the first fork.
+        preload: modules that its ranks need.
         log: file for its output until the first request.
 
     Attributes:
@@ -98,9 +119,8 @@ class Zygote:
     def __init__(self, environment: Mapping[str, str], preload: Sequence[str], log: Path) -> None:
         marker = secrets.token_hex(8)
         self.inherited = inherited(environment, preload)
-        self._preload = list(preload)
         self._reaper = Reaper(marker)
-        self._ranks: list[ForkedRank] = []
+        self._children: dict[int | None, ForkedProcess] = {}
         self._thread: threading.Thread | None = None
         self._listening = threading.Lock()  # held while the thread that listens begins or ends
         with log.open("wb") as file:
@@ -126,41 +146,40 @@ class Zygote:
 
     @property
     def has_made_all(self) -> bool:
-        """Whether all requested ranks were forked."""
-        return all(forked.process is not None or forked.returncode is not None for forked in self._ranks)
+        """Whether all that was requested was forked."""
+        return all(forked.process is not None or forked.returncode is not None for forked in self._children.values())
 
     @property
     def is_idle(self) -> bool:
-        """Whether it runs and all requested ranks, if any, were forked and have ended."""
-        all_ended = all(forked.returncode is not None and not forked.died_with_zygote for forked in self._ranks)
+        """Whether it runs, and all that was requested, if anything, was forked and has ended."""
+        children = self._children.values()
+        all_ended = all(forked.returncode is not None and not forked.died_with_zygote for forked in children)
         return all_ended and self._popen.poll() is None
 
     def fork(
         self,
-        arguments: Sequence[Sequence[str]],
-        logs: Sequence[Path],
+        programs: Mapping[int | None, ClusterProgram],
         *,
         environment: Mapping[str, str],
         on_born: Callable[[psutil.Process], None],
-        on_exit: Callable[[int, int], None],
-    ) -> list[ForkedRank]:
-        """Have an idle zygote fork ranks, without waiting for them.
+        on_exit: Callable[[int | None, int], None],
+    ) -> dict[int | None, ForkedProcess]:
+        """Have an idle zygote fork the processes of a cluster, in their order, without waiting for them.
 
         Args:
-            arguments: command line of each rank's engine, without the interpreter and the module.
-            logs: file for stdout and stderr of each rank; the first one also receives the zygote's own output.
-            environment: environment of the ranks.
-            on_born: called in a separate thread with the process of each forked rank.
-            on_exit: called in that thread with each rank that has ended and its exit code.
+            programs: what each runs, by rank (None: the controller).
+            environment: environment of all.
+            on_born: called in a separate thread with each process that was forked.
+            on_exit: called in that thread with the rank of each that has ended, and its exit code.
 
         Returns:
-            The handle of each rank, filled in as the zygote reports.
+            The handle of each, filled in as the zygote reports.
         """
-        self._ranks = [ForkedRank() for _ in arguments]
+        self._children = {rank: ForkedProcess() for rank in programs}
         self._environment, self._on_born, self._on_exit = dict(environment), on_born, on_exit
-        return [self._fork(rank, *of_rank) for rank, of_rank in enumerate(zip(arguments, logs, strict=True))]
+        return {rank: self._fork(rank, program) for rank, program in programs.items()}
 
-    def replace(self, rank: int, arguments: Sequence[str], log: Path) -> ForkedRank:
+    def replace(self, rank: int, program: ClusterProgram) -> ForkedProcess:
         """Have the zygote fork a rank that has ended once more, without waiting for it; return its new handle.
 
         Raises:
@@ -168,18 +187,17 @@ class Zygote:
         """
         if self._popen.poll() is not None:
             raise ClusterError(f"the process that ranks are forked from has ended: no process for rank {rank}")
-        self._ranks[rank] = ForkedRank()
-        return self._fork(rank, arguments, log)
+        self._children[rank] = ForkedProcess()
+        return self._fork(rank, program)
 
-    def _fork(self, rank: int, arguments: Sequence[str], log: Path) -> ForkedRank:
-        engine = {"rank": rank, "arguments": list(arguments), "log": str(log)}
-        self._ask({"preload": self._preload, "engine": engine, "environment": self._environment})
+    def _fork(self, rank: int | None, program: ClusterProgram) -> ForkedProcess:
+        self._ask({"rank": rank, "environment": self._environment, **vars(program), "log": str(program.log)})
         with self._listening:
             if self._thread is None:
                 name = f"zygote(pid={self._popen.pid})"
                 self._thread = threading.Thread(target=self._listen, name=name, daemon=True)
                 self._thread.start()
-        return self._ranks[rank]
+        return self._children[rank]
 
     def _ask(self, request: Mapping[str, object]) -> None:
         if self._popen.stdin is not None:
@@ -188,31 +206,31 @@ class Zygote:
                 self._popen.stdin.flush()
 
     def _listen(self) -> None:
-        """Process the zygote's reports until all ranks have ended, or the zygote has."""
+        """Process the zygote's reports until all its children have ended, or the zygote has."""
         while not self._has_ended() and (line := self._read()):
             report = json.loads(line)
-            forked = self._ranks[report["rank"]]
+            forked = self._children[report["rank"]]
             if "pid" in report:
-                # the rank has ended already, which is reported next, or the reaper is gone, but the zygote remains
+                # the child has ended already, which is reported next, or the reaper is gone, but the zygote remains
                 with contextlib.suppress(psutil.NoSuchProcess, ClusterError):
                     forked.process = process = psutil.Process(report["pid"])
                     self._on_born(process)
             else:
                 forked.returncode = report["code"]
                 self._on_exit(report["rank"], report["code"])
-        lost = {rank: forked for rank, forked in enumerate(self._ranks) if forked.returncode is None}
+        lost = {rank: forked for rank, forked in self._children.items() if forked.returncode is None}
         if self._thread is not threading.current_thread() or not lost:
             return
         code = self._popen.wait()
         processes.wait_for_end([forked.process for forked in lost.values() if forked.process], _DIE_S)
-        for rank, forked in lost.items():  # they died with it
-            forked.died_with_zygote, forked.returncode = True, code
+        for rank, forked in sorted(lost.items(), key=lambda each: (each[0] is None, each)):
+            forked.died_with_zygote, forked.returncode = True, code  # ranks first: the log of the first one says why
             self._on_exit(rank, code)
 
     def _has_ended(self) -> bool:
-        """Return whether all ranks have ended, so that the thread ends."""
+        """Return whether all children have ended, so that the thread ends."""
         with self._listening:
-            if any(forked.returncode is None for forked in self._ranks):
+            if any(forked.returncode is None for forked in self._children.values()):
                 return False
             self._thread = None
             return True
@@ -221,15 +239,18 @@ class Zygote:
         return self._popen.stdout.readline() if self._popen.stdout is not None else b""
 
     def join(self, timeout_s: float) -> None:
-        """Wait for all its ranks to end."""
+        """Wait for all its children to end."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
 
     def end(self, timeout_s: float) -> None:
-        """End the zygote and its ranks; kill what takes longer than ``timeout_s`` seconds."""
+        """End the zygote and its children; kill what takes longer than ``timeout_s`` seconds."""
         with ExitStack() as last:  # runs from the last line up; a callback that raises does not stop the others
             last.callback(self._reaper.close, timeout_s)
+            if self._popen.stdout is not None:
+                last.callback(self._popen.stdout.close)
+            last.callback(self.join, timeout_s)
             last.callback(self._die, timeout_s)
             if self._popen.stdin is not None:
                 last.enter_context(contextlib.suppress(BrokenPipeError))  # a request that it did not read
@@ -242,9 +263,6 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
-        self.join(timeout_s)
-        if self._popen.stdout is not None:
-            self._popen.stdout.close()
 
 
 def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[object, ...]:
@@ -270,26 +288,26 @@ def inherited(environment: Mapping[str, str], preload: Sequence[str]) -> tuple[o
 
 
 def main() -> None:
-    """Run the zygote; in each child, run an engine."""
+    """Run the zygote; in each child, run its program."""
     zygote = os.getpid()
     pipe = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # keep output of imports out of the kernel's pipe
     requests = _requests(pipe)
     for request in requests:
-        _write_to(request["engine"]["log"])
+        _write_to(request["log"])
         _import(request["preload"])
         pid = os.fork()
         if pid == 0:
             requests.close()  # signals have their usual handlers again
             pipe.close()
-            _become(request["engine"], zygote, request["environment"])
-        _children[pid] = request["engine"]["rank"]
-        _report(pipe, {"rank": request["engine"]["rank"], "pid": pid})
+            _become(request, zygote)
+        _children[pid] = request["rank"]
+        _report(pipe, {"rank": request["rank"], "pid": pid})
         _write_to(os.devnull)
 
 
-_children: dict[int, int] = {}
-"""The rank of each child of the zygote that has not ended, by its process id."""
+_children: dict[int, int | None] = {}
+"""The rank of each child of the zygote that has not ended, by its process id; None: the controller."""
 
 
 def _requests(pipe: IO[bytes]) -> Generator[dict[str, Any]]:
@@ -337,34 +355,37 @@ def _reap(pipe: IO[bytes]) -> None:
 def _import(preload: Sequence[str]) -> None:
     importlib.invalidate_caches()
     gc.disable()  # it would traverse all imported objects repeatedly, a quarter of the time
-    for module in ("ipyparallel.engine.app", *preload):
+    for module in preload:
         with contextlib.suppress(ImportError):  # the rank raises it when it needs the module
             importlib.import_module(module)
     gc.freeze()  # never traversed again, so the ranks keep sharing its pages
     gc.enable()
 
 
-def _report(pipe: IO[bytes], what: Mapping[str, int]) -> None:
+def _report(pipe: IO[bytes], what: Mapping[str, int | None]) -> None:
     pipe.write(json.dumps(what).encode() + b"\n")
 
 
-def _become(engine: Mapping[str, Any], zygote: int, environment: Mapping[str, str]) -> NoReturn:
-    """Turn this child into an engine that dies with the zygote, run it, and end the process."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _become(request: Mapping[str, Any], zygote: int) -> NoReturn:
+    """Turn this child into a process of its own that dies with the zygote, run its program, and end it."""
+    rank = request["rank"]
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(_PR_SET_NAME, CONTROLLER if rank is None else b"fsdp-rank-%d" % rank)
     if os.getppid() != zygote:  # the zygote died before the death signal was set
         os.kill(os.getpid(), signal.SIGKILL)
     os.setsid()
     _read_nothing()
-    _write_to(engine["log"])
-    _mark(environment[processes.MARKER])
+    _write_to(request["log"])
+    _mark(request["environment"][processes.MARKER])
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(request["environment"])
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # else all ranks draw the same numbers; Python reseeds its own generator
-    sys.argv[1:] = engine["arguments"]
+    sys.argv[1:] = request["arguments"]
     try:
-        runpy.run_module("ipyparallel.engine", run_name="__main__", alter_sys=True)
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     except BaseException as error:  # noqa: BLE001 - as an interpreter does
         end_process(error)
     end_process()

@@ -13,6 +13,7 @@ import atexit
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -68,7 +69,10 @@ class ZygoteCache:
 
     def keep(self, zygote: Zygote, timeout_s: float) -> None:
         """Cache a zygote once its ranks have ended; end it if it is not idle within ``timeout_s`` seconds."""
-        zygote.join(timeout_s)
+        with ExitStack() as on_error:
+            on_error.callback(zygote.end, _END_S)
+            zygote.join(timeout_s)
+            on_error.pop_all()
         timer = threading.Timer(IDLE_S, self._expire, [zygote])
         timer.name, timer.daemon = f"keeper of zygote(pid={zygote.process.pid})", True
         before = self._let_go()
