@@ -197,6 +197,21 @@ def train_step():
             param.mul_(0.9).add_(loss)
     return loss + sum(param.sum().item() for param in ema.parameters())
 """,
+    "two sharded models": """
+critic = fully_shard(nn.Sequential(Block(), nn.Linear(8, 1)))
+critic_opt = torch.optim.AdamW(critic.parameters(), lr=1e-2)
+batches = itertools.cycle(loader)
+def train_step():
+    x, y = next(batches)
+    F.softplus(critic(x)).mean().backward()
+    critic_opt.step()
+    critic_opt.zero_grad()
+    loss = F.cross_entropy(model(x), y) + critic(model(x).repeat(1, 2)).mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+""",
     "ended schedule": """
 scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: float(step < 1))
 batches = itertools.cycle(loader)
@@ -232,7 +247,7 @@ def losses_of(recipe, *, verifies):
     replies, losses = [], []
     for count, num_verifies in ((2, 2), (4, 1), (2, 0)):  # an epoch has 6 batches
         losses += execute(Step(count=count))["losses"]
-        replies += [execute(Verify()) for _ in range(num_verifies if verifies else 0)]
+        replies += [execute(Verify(model="model")) for _ in range(num_verifies if verifies else 0)]
     return replies, losses, ns["model"][0].calls, type(ns.get("it"))
 
 

@@ -17,7 +17,7 @@ import types
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from io import IOBase
 from pathlib import Path
@@ -49,14 +49,21 @@ class ProgramState:
 
     Args:
         variables: the variables.
-        models: sharded models, whose parameters, gradients and buffers are restored by others.
+        models: sharded models, whose parameters, gradients and buffers are not restored here.
+        around: each makes a context in which every run is, such as one that restores such a model.
 
     Attributes:
         optimizers: all optimizers found.
         random: the random number generators.
     """
 
-    def __init__(self, variables: dict[str, Any], models: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        variables: dict[str, Any],
+        models: Iterable[nn.Module] = (),
+        around: Sequence[Callable[[], AbstractContextManager[None]]] = (),
+    ) -> None:
+        self._around = around
         self.optimizers: list[Optimizer] = []
         self.random = RandomStates()
         self._kept: list[_Kept] = []
@@ -90,7 +97,9 @@ class ProgramState:
         for iterator in self._iterators.values():
             iterator.is_recording = True
         try:
-            with self._tape.recording():
+            with self._tape.recording(), ExitStack() as stack:
+                for make in self._around:
+                    stack.enter_context(make())
                 yield
         finally:
             for kept in (*self._holders, *self._kept):

@@ -92,8 +92,9 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
     others = [_alive_model(name, rank) for name, each in sharded_models().items() if each is not sharded.model]
     for each in (sharded, *others):
         each.reshard()  # else the model would hold full parameters here, and those would be restored
-    models = [each.model for each in (sharded, *others)]
-    program = ProgramState(user_namespace(), models)
+    around = [functools.partial(_restored, each) for each in others]  # the step may train them too
+    found = functools.partial(ProgramState, user_namespace(), [each.model for each in (sharded, *others)], around)
+    program = found()
     optimizers = optimizers_of(sharded.model, program.optimizers)
     goes_on = not optimizers or not all(map(has_ended, optimizers))
     try:
@@ -102,39 +103,34 @@ def verify(command: Verify, rank: RankContext) -> VerifyReply:
         program.close()
         raise
     if goes_on:
-        return _compared(command, sharded, others, step, program, rank)
+        return _compared(command, sharded, step, program, rank)
     program.close()
     with initial_rates(optimizers) as rate:
-        program = ProgramState(user_namespace(), models)
-        return replace(_compared(command, sharded, others, step, program, rank), initial_rate=rate)
+        return replace(_compared(command, sharded, step, found(), rank), initial_rate=rate)
 
 
 def _compared(
     command: Verify,
     sharded: ShardedModel,
-    others: Sequence[ShardedModel],
     step: Callable[[], Any],
     program: ProgramState,
     rank: RankContext,
 ) -> VerifyReply:
     """Run and compare what a command says, from the state of the program; close that."""
     try:
-        with ExitStack() as stack:
-            for each in others:
-                stack.enter_context(_restored(each))
-            if command.resume:
-                return resumed(Path(command.resume), step, program, rank, lambda: _restored(sharded))
-            if command.repeat:
-                return repeated(sharded, step, program, rank.groups.largest, _restored)
-            try:
-                return _verified(sharded, step, program, rank.groups.largest)
-            except (RanksDisagreeError, HoldingsDiffer) as error:
-                counters = _counters(sharded, program)[1]
-                if _differ([each.steps or 0 for each in counters], rank.groups.largest):
-                    return _not_compared(sharded, counters)
-                if isinstance(error, HoldingsDiffer):
-                    raise UsageError(str(error)) from None  # the notebook knows it by its name
-                raise
+        if command.resume:
+            return resumed(Path(command.resume), step, program, rank, lambda: _restored(sharded))
+        if command.repeat:
+            return repeated(sharded, step, program, rank.groups.largest, _restored)
+        try:
+            return _verified(sharded, step, program, rank.groups.largest)
+        except (RanksDisagreeError, HoldingsDiffer) as error:
+            counters = _counters(sharded, program)[1]
+            if _differ([each.steps or 0 for each in counters], rank.groups.largest):
+                return _not_compared(sharded, counters)
+            if isinstance(error, HoldingsDiffer):
+                raise UsageError(str(error)) from None  # the notebook knows it by its name
+            raise
     finally:
         program.close()
 
