@@ -697,6 +697,12 @@ def test_sends_and_receives_that_do_not_pair(calls, frames, verdict, evidence, f
     assert found.fix.startswith(fix)
 
 
+def test_a_first_receive_beside_a_collective_of_more_ranks_than_take_part():
+    found = messages({0: "b", 1: "b", 2: "r0"})
+    assert (found.rule, found.verdict) == ("other-collective", "rank 2 issued recv where ranks 0-1 issued barrier")
+    assert found.fix.endswith("; or, if rank 2 has no part in that barrier, pass it the group of ranks 0-1")
+
+
 def test_a_receive_from_a_rank_that_has_ended():
     ended = alive(1, end=RunEnd(t_ns=9 * S))
     found = cause_of(alive(0, gather(2, **{**RECEIVES, "number": 1}, group=1)), ended, groups=((0, 1), (1, 0)))

@@ -307,11 +307,13 @@ class _Waits:
         """Return why ranks wait for each other, each for the next one of ``cycle``, and the last for the first."""
         if all(map(_is_pair, cycle)):
             return self._of_pairs(cycle)
-        one, other = cycle[0], cycle[1]
-        receiver = next((at for at, each in enumerate(cycle) if _is_pair(each)), None)
-        if receiver is not None:
-            return self._of_unpaired(cycle[receiver], cycle[(receiver + 1) % len(cycle)])
         waiting = [each for each in self.positions if each.pending is not None]
+        first = next((at for at, each in enumerate(cycle) if _is_pair(each)), 0)
+        one, other = cycle[first], cycle[(first + 1) % len(cycle)]
+        if one.pending is not None and _is_pair(one):
+            has_passed_messages = self._num_issued(other, self._group_of(one.pending)) > 0
+            if _is_pair(other) or has_passed_messages:
+                return self._of_unpaired(one, other)
         mine, theirs = (first_unshared(self.trace, *pair) for pair in ((one.rank, other.rank), (other.rank, one.rank)))
         if mine is None or theirs is None or _is_same(mine, theirs):
             return self._of_crossed(waiting)
@@ -331,6 +333,7 @@ class _Waits:
             new_to = [rank for rank in party if is_usual(self.trace.rank(rank), made.group, made.number) is False]
             found = [(tuple(new_to), position, made), found[0]]
         (less, less_position, call), (more, _, most) = found
+        by_rank = {each.rank: each for each in waiting}
         passes = [passes_before(self.trace.header, self.trace.rank(ranks[0])) for ranks in (less, more)]
         divergence = Divergence(
             group=call.group,
@@ -346,7 +349,14 @@ class _Waits:
         )
         fault = divergence_fault(divergence, self.trace.header, self.positions)
         waits = tuple(self._wait_lines(waiting))
-        return replace(fault, evidence=(*waits, *fault.evidence[1:]))
+        fix = fault.fix
+        for party, own, apart in ((more, most, less), (less, call, more)):
+            if len(party) > 1 and not own.call.kind.info.is_point_to_point and _is_pair(by_rank[apart[0]]):
+                fix += (
+                    f"; or, if {label(apart)} has no part in that {own.call.kind.words}, pass it the group of "
+                    f"{label(party)}"
+                )
+        return replace(fault, evidence=(*waits, *fault.evidence[1:]), fix=fix)
 
     @staticmethod
     def _party(waiting: Sequence[RunPosition], position: RunPosition) -> tuple[int, ...]:
@@ -530,6 +540,9 @@ class _Waits:
         else:
             now = other.state.value
         both: Sequence[RunPosition] = (one, other)
+        fix = _SAME_NUMBER
+        if other.pending is not None and not _is_pair(other):
+            fix += f"; or, if rank {one.rank} went past that {other.pending.kind.words}, let it issue it too"
         verdict = f"{self._excess_words(one, other)}, and {now}"
         if len(stuck) > 1 and not _is_pair(other):  # it has gone on, and its peers have not
             told = "; ".join(self._excess_words(each, other) for each in stuck)
@@ -539,7 +552,7 @@ class _Waits:
             rule="unpaired-calls",
             verdict=verdict,
             evidence=(*self._wait_lines([each for each in both if each.pending is not None]), *frame_lines(both)),
-            fix=_SAME_NUMBER,
+            fix=fix,
         )
 
     def _excess_words(self, one: RunPosition, other: RunPosition) -> str:
