@@ -433,6 +433,21 @@ def test_a_backward_that_one_rank_left_out():
     assert found.verdict == "rank 1 left out the backward of step 0, which ranks 0, 2 ran"
 
 
+@pytest.mark.parametrize("saves", [0, 1])
+def test_a_save_of_one_rank_that_pairs_with_the_forward_of_another(saves):
+    calls = [gather(0.2, unit=unit, number=number) for number, unit in enumerate((1, 2))]
+    both = [each for call in calls for each in (call, {**call, "edge": Edge.END})]
+    saving = [*STEP, *both, BATCH[0], gather(0.5, unit=1, number=2)]
+    training = [*STEP, BATCH[0], *both, BATCH[2], BATCH[1], gather(0.5, unit=2, number=2)]
+    found = cause_of(*(alive(rank, *(saving if rank == saves else training)) for rank in (0, 1)))
+    assert found.verdict == (
+        f"rank {saves} gathered blocks.0, blocks.1 outside of forward and backward, as state_dict(), full_tensor() and "
+        f"a save do, and rank {1 - saves} did not"
+    )
+    assert found.evidence[0].startswith(f"all-gathers 0 to 1 of group 0: those of rank {saves} paired with the next")
+    assert found.fix.startswith("let all ranks save and gather parameters, or none")
+
+
 SKIPPED = [BATCH[0], BATCH[2]]
 REDUCED = {**gather(1, kind=Kind.ALL_REDUCE, unit=0), "phase": Phase.BACKWARD}
 SEVERAL_STEPS = [*STEP] * 4

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workbench.events import COLLECTIVES, NUMBERED, ROOTED, Edge, Kind
-from workbench.replay.passes import BegunPass, passes_before
+from workbench.replay.passes import BegunPass, passes_at, passes_before
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Rows
 
@@ -73,6 +73,21 @@ class IssuedCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OutsideCalls:
+    """All-gathers of units outside of all passes, as a save issues them, that other ranks did not issue there.
+
+    Attributes:
+        ranks: that issued them.
+        numbers: of the first and the last, among the collectives of the group.
+        units: their units, in order.
+    """
+
+    ranks: tuple[int, ...]
+    numbers: tuple[int, int]
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Divergence:
     """The first collective of a group that its ranks issued differently.
 
@@ -91,6 +106,8 @@ class Divergence:
         most_passes: passes that the lowest of most ranks had begun when it issued its own.
         other_passes: passes that the lowest of the others had begun.
         is_open: whether the parties are equal, and nothing recorded of their calls tells which one is the exception.
+        outside: what one party issued before, outside of all passes, where the other one issued the same in its next
+            pass: so they pair, and the ranks part later.
     """
 
     group: int
@@ -106,6 +123,7 @@ class Divergence:
     most_passes: tuple[BegunPass, ...] = ()
     other_passes: tuple[BegunPass, ...] = ()
     is_open: bool = False
+    outside: OutsideCalls | None = None
 
     def swapped(self) -> Divergence:
         """Return the same with the parties swapped: ``most`` did what all did before."""
@@ -139,7 +157,9 @@ def first_divergence(trace: Trace) -> Divergence | None:
         passes_before(trace.header, trace.rank(ranks[0]), _seq_of(issued[ranks[0]], first.group, first.number))
         for ranks in (first.most_ranks, first.other_ranks)
     )
-    found_first = replace(first, most_passes=most, other_passes=other)
+    parties = first.most_ranks, first.other_ranks
+    outside = next(filter(None, (_outside(trace, first, *pair) for pair in (parties, parties[::-1]))), None)
+    found_first = replace(first, most_passes=most, other_passes=other, outside=outside)
     calls_of = [(trace.rank(ranks[0]), first.group, first.number) for ranks in (first.most_ranks, first.other_ranks)]
     is_even = len(first.most_ranks) == len(first.other_ranks)  # else fewer ranks are the exception, whatever they did
     is_unknown = is_even and first.parting is Parting.UNKNOWN
@@ -152,6 +172,25 @@ def first_divergence(trace: Trace) -> Divergence | None:
 def _seq_of(issued: Rows, group: int, number: int) -> int:
     """Return the row that begins a call that was issued."""
     return int(issued["seq"][(issued["comm_group"] == group) & (issued["comm_seq"] == number)][0])
+
+
+def _outside(trace: Trace, found: Divergence, ranks: tuple[int, ...], others: tuple[int, ...]) -> OutsideCalls | None:
+    """Return what ``ranks`` issued outside of their passes up to a divergence, while others were in a further pass."""
+    parts = [trace.rank(party[0]) for party in (ranks, others)]
+    mine, theirs = (_of_group(_issued(part), found.group) for part in parts)
+    numbers = np.intersect1d(mine["comm_seq"], theirs["comm_seq"], assume_unique=True)
+    numbers = numbers[numbers < found.number]
+    own, other = (calls[np.isin(calls["comm_seq"], numbers)] for calls in (mine, theirs))
+    (num_own, is_outside), (num_other, _) = (
+        passes_at(trace.header, part, calls["seq"].astype(np.int64))
+        for part, calls in zip(parts, (own, other), strict=True)
+    )
+    is_outside &= (own["unit"] >= 0) & (own["kind"] == Kind.ALL_GATHER) & (num_own < num_other)
+    calls = own[len(own) - int(np.argmin([*is_outside[::-1], False])) :]
+    if not len(calls):
+        return None
+    units = tuple(dict.fromkeys(calls["unit"].tolist()))
+    return OutsideCalls(ranks=ranks, numbers=(int(calls["comm_seq"][0]), int(calls["comm_seq"][-1])), units=units)
 
 
 def is_usual(part: RankTrace, group: int, number: int) -> bool | None:

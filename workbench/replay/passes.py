@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import Edge, Kind, Phase
 from workbench.trace.columns import RankTrace
-from workbench.trace.schema import Header
+from workbench.trace.schema import Header, Rows
 
 _COUNTED = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 _IS_PASS = np.isin(np.arange(256), _COUNTED)  # indexed by the ``kind`` column
@@ -48,11 +49,7 @@ def passes_before(header: Header, part: RankTrace, seq: int | None = None) -> tu
         seq: of the row; a rank that is within it is in the pass of its phase.
     """
     end = len(part.rows) if seq is None else seq - part.start.seq
-    rows = part.rows[:end]
-    is_root = np.array([*(unit.root in (unit.index, -1) for unit in header.units), False])  # the last is for index -1
-    unit = rows["unit"]
-    of_root = is_root[np.where(unit < len(header.units), unit, -1)] | (rows["kind"] == Kind.OPTIMIZER)
-    own = rows[_IS_PASS[part.kinds[:end]] & of_root]
+    own = _pass_rows(header, part, end)
     begun = own[own["edge"] == Edge.BEGIN]
     found = [
         BegunPass(kind=Kind(kind), unit=unit, step=step)
@@ -66,6 +63,32 @@ def passes_before(header: Header, part: RankTrace, seq: int | None = None) -> tu
     if kind in (Kind.FORWARD, Kind.BACKWARD):
         found.append(BegunPass(kind=kind, unit=_root_of(header, int(at["unit"])), step=int(at["step"])))
     return tuple(found)
+
+
+def _pass_rows(header: Header, part: RankTrace, end: int) -> Rows:
+    """Return the rows that begin and end passes, of a rank's first ``end`` rows."""
+    rows = part.rows[:end]
+    is_root = np.array([*(unit.root in (unit.index, -1) for unit in header.units), False])  # the last is for index -1
+    unit = rows["unit"]
+    of_root = is_root[np.where(unit < len(header.units), unit, -1)] | (rows["kind"] == Kind.OPTIMIZER)
+    found: Rows = rows[_IS_PASS[part.kinds[:end]] & of_root]
+    return found
+
+
+def passes_at(header: Header, part: RankTrace, seqs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return how many passes a rank had begun before each of its rows ``seqs``, ``[N]``, and whether none was open.
+
+    A step of an optimizer counts as a pass, and is never open: it gathers nothing.
+
+    Args:
+        header: of the trace.
+        part: the rank's rows.
+        seqs: numbers of the rows, ascending.
+    """
+    own = _pass_rows(header, part, len(part.rows))
+    is_begin = own["edge"] == Edge.BEGIN
+    is_closed = np.array([True, *(~is_begin | (own["kind"] == Kind.OPTIMIZER))])  # the first: before all passes
+    return np.searchsorted(own["seq"][is_begin], seqs), is_closed[np.searchsorted(own["seq"], seqs)]
 
 
 def _root_of(header: Header, unit: int) -> int:

@@ -10,10 +10,10 @@ from itertools import permutations, product
 import numpy as np
 from numpy.typing import NDArray
 
-from workbench.base.fault import Fault
+from workbench.base.fault import Fault, listed
 from workbench.base.text_formats import format_bytes, plural
 from workbench.events import Kind, unit_words
-from workbench.replay.divergence import Divergence, IssuedCall, Parting, has_usual_end
+from workbench.replay.divergence import Divergence, IssuedCall, OutsideCalls, Parting, has_usual_end
 from workbench.replay.endings import Ending
 from workbench.replay.grouping import by_value, label
 from workbench.replay.passes import BegunPass, counts, first_difference
@@ -64,6 +64,8 @@ def with_handled(fault: Fault, positions: Sequence[RunPosition]) -> Fault:
 
 
 def _of_words(found: Divergence, words: _Words) -> Fault:
+    if found.outside is not None:
+        return words.of_outside(found.outside)
     most, other = found.most_passes, found.other_passes
     place = first_difference(most, other)
     if place == len(most) == len(other):
@@ -137,6 +139,24 @@ class _Words:
             verdict = f"{both} differ, and the call of {label(found.unknown_ranks)} is not recorded: {verdict}"
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
+
+    def of_outside(self, outside: OutsideCalls) -> Fault:
+        """Return the fault that some ranks gathered units where others were in their next pass."""
+        group = self._header.comm_groups[self._found.group].name
+        units = listed([unit_words(self._units[each]) for each in outside.units if each in self._units])
+        others = sorted({*self._found.most_ranks, *self._found.other_ranks} - {*outside.ranks})
+        first, last = outside.numbers
+        gathers = f"all-gathers {first} to {last}" if last > first else f"all-gather {first}"
+        verdict = (
+            f"{label(outside.ranks)} gathered {units} outside of forward and backward, as state_dict(), full_tensor() "
+            f"and a save do, and {label(others)} did not"
+        )
+        pairs = f"{gathers} of {group}: those of {label(outside.ranks)} paired with the next forward of {label(others)}"
+        fix = (
+            "let all ranks save and gather parameters, or none: decide on one rank and broadcast it, or all-reduce "
+            "what decides, such as a loss"
+        )
+        return Fault(rule="other-collective", verdict=verdict, evidence=(pairs, *self._evidence()), fix=fix)
 
     def _of_unknown(self, at: str, there: str) -> str:
         """Return that ranks issued different calls, where what follows them does not tell how they part."""
