@@ -14,6 +14,7 @@ from workbench.trace.frames import (
 
 ABOVE = "/x/train.py:9 in <module>: main()"
 IN_BOTH, IN_ONE = "/x/train.py:5 in main, loop 3, 4: f()", "/x/train.py:6 in main, loop 3: g()"
+AROUND_LOOP = "/x/train.py:5 in main, loop 3, if 2 `rank == 0`, 4 `x`: f()"
 IN_NONE, ELSEWHERE = "/x/train.py:7 in main: h()", "/x/eval.py:7 in check, loop 2: h()"
 
 
@@ -32,6 +33,7 @@ IN_NONE, ELSEWHERE = "/x/train.py:7 in main: h()", "/x/eval.py:7 in check, loop 
         ([ABOVE.replace(":9", ":8")], [ABOVE, IN_BOTH], None),
         ([ABOVE.replace(":9", ":10")], [ABOVE, IN_NONE], None),
         ([ABOVE, IN_ONE.replace(":6", ":8")], [ABOVE, IN_ONE, ELSEWHERE], None),  # in this turn, or in an earlier one
+        ([ABOVE, IN_NONE], [ABOVE, AROUND_LOOP], False),  # it has not entered it
         # a crash leaves no loops
         ([ABOVE, IN_NONE.partition(": ")[0]], [ABOVE, IN_BOTH], None),
         ([IN_NONE], [ABOVE, IN_BOTH], True),  # a traceback begins further in
@@ -65,6 +67,7 @@ HOLDS = "/x/train.py:9 in main, loop 3, with 8 `self.lock`: f()"
         ([ABOVE, HANDLES], [ABOVE, IN_ONE], None),
         ([ABOVE, UNDER_BOTH], [ABOVE, UNDER], None),
         ([ABOVE, UNDER], [ABOVE, IN_NONE], None),  # past the loop: another turn, perhaps
+        ([ABOVE, AROUND_LOOP], [ABOVE, IN_NONE], ("train.py:2", "if rank == 0")),
         ([ABOVE, UNDER], [ABOVE, UNDER, ELSEWHERE], None),
         ([ABOVE, UNDER], [ELSEWHERE], None),
         ([UNDER.replace(", loop 3", "")], [IN_NONE.partition(": ")[0]], None),  # a crash leaves no branches

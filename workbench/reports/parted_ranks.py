@@ -36,6 +36,10 @@ _FIX = {
     Parting.LEFT_OUT: SAME_CALLS,
     Parting.UNKNOWN: SAME_CALLS,
 }
+_SAME_MODULES = (
+    "call the same modules in forward on all ranks: none may be skipped where a rank's own data, or a random number of "
+    "its own, decides"
+)
 _HANDLE_TOGETHER = "let all ranks know of an error before one of them goes on, or let it end the rank"
 _MAX_CALLERS = 3
 _RULE = {Parting.ORDER: "wrong-order", Parting.PAYLOAD: "other-payload", Parting.ROOT: "other-root"}
@@ -125,9 +129,11 @@ class _Words:
             case Parting.ORDER:
                 verdict = f"{mine} issued {other}{at} before {most}, {theirs} the other way round{there}"
             case Parting.EXTRA:
-                verdict = f"{mine} issued {other}{at}, which {theirs} left out{there}"
+                within, fix = self._within_forward(found.other)
+                verdict = f"{mine} issued {other}{at}{within}, which {theirs} left out{there}"
             case Parting.LEFT_OUT:
-                verdict = f"{mine} left out {most}{at}, which {theirs} issued{there}"
+                within, fix = self._within_forward(found.most)
+                verdict = f"{mine} left out {most}{at}{within}, which {theirs} issued{there}"
             case Parting.UNKNOWN:
                 verdict = self._of_unknown(at, there)
                 said, fix = self._who_left_loop()
@@ -139,6 +145,14 @@ class _Words:
             verdict = f"{both} differ, and the call of {label(found.unknown_ranks)} is not recorded: {verdict}"
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
+
+    def _within_forward(self, call: IssuedCall) -> tuple[str, str]:
+        """Return that a unit was gathered for a forward, as part of a verdict, and the fix."""
+        passes = self._found.most_passes, self._found.other_passes
+        is_within = all(each and each[-1].kind is Kind.FORWARD for each in passes) and len(passes[0]) == len(passes[1])
+        if is_within and call.kind is Kind.ALL_GATHER and call.unit >= 0:
+            return " in forward", _SAME_MODULES
+        return "", SAME_CALLS
 
     def of_outside(self, outside: OutsideCalls) -> Fault:
         """Return the fault that some ranks gathered units where others were in their next pass."""

@@ -8,6 +8,7 @@ does while it handles an error is a branch as well: ``after 30 `KeyError: 'x', r
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
@@ -79,10 +80,11 @@ def has_left_loop(frames: Sequence[str], others: Sequence[str]) -> bool | None:
     mine, theirs, _, below = parting
     if not (_is_told(mine) or mine["loops"]):
         return None
-    ours, own = ((each["loops"] or "").split(", ") for each in (theirs, mine))
     is_past = int(mine["line"]) > int(theirs["line"]) and any(call["loops"] for call in below)
-    if theirs["loops"] and set(ours) <= set(own):  # past it in this turn, or in an earlier one
+    if theirs["loops"] and _loops(theirs) <= _loops(mine):  # past it in this turn, or in an earlier one
         return None if is_past else False
+    if _branch_around_loops(theirs, mine):  # it has not entered it
+        return False
     return True if theirs["loops"] or (is_past and not mine["loops"]) else None
 
 
@@ -112,8 +114,9 @@ def has_passed_call(frames: Sequence[str], others: Sequence[str]) -> bool:
 def branch_apart(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
     """Return the innermost branch in which a rank is and another one is not: its place, and its statement.
 
-    It is looked for where their calls part, in one function on two lines within the same loops. The result is None if
-    there is none, or if a call was left by a crash, which leaves no branches.
+    It is looked for where their calls part, in one function on two lines within the same loops, or around a loop in
+    which the other rank is not. The result is None if there is none, or if a call was left by a crash, which leaves no
+    branches.
 
     Args:
         frames: the rank's calls, the innermost last.
@@ -123,10 +126,11 @@ def branch_apart(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str
     if parting is None:
         return None
     mine, theirs, *_ = parting
-    if mine["loops"] != theirs["loops"] or not _is_told(theirs):
+    if not _is_told(theirs):
         return None
-    ours = _branches(theirs)
-    return next((each for each in reversed(_branches(mine)) if each not in ours and not _is_beside(each)), None)
+    if mine["loops"] != theirs["loops"]:
+        return _branch_around_loops(mine, theirs)
+    return _branch_of_one(mine, theirs)
 
 
 def lock_held(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str] | None:
@@ -157,8 +161,8 @@ def branch_past(frames: Sequence[str], others: Sequence[str]) -> tuple[str, str]
     if parting is None:
         return None
     mine, theirs, called, _ = parting
-    ours, own = (set((each["loops"] or "").split(", ")) - {""} for each in (theirs, mine))
-    if int(mine["line"]) < int(theirs["line"]) or not ours <= own or not (_is_told(mine) and _is_told(theirs)):
+    is_earlier = int(mine["line"]) < int(theirs["line"])
+    if is_earlier or not _loops(theirs) <= _loops(mine) or not (_is_told(mine) and _is_told(theirs)):
         return None
     alone = [each for each in _branches(mine) if each not in _branches(theirs)]
     found = [*alone, *(each for call in called[:1] for each in _branches(call))]
@@ -189,6 +193,26 @@ def _branches(call: _Call) -> list[tuple[str, str]]:
         keyword = own or keyword
         found.append((f"{name}:{line}", f"{keyword} {words}".rstrip()))
     return found
+
+
+def _loops(call: _Call) -> set[int]:
+    """Return the lines of the loops around a call."""
+    return {int(each) for each in (call["loops"] or "").split(", ") if each}
+
+
+def _branch_of_one(mine: _Call, theirs: _Call, before: float = math.inf) -> tuple[str, str] | None:
+    """Return the innermost branch around one call and not around the other, if it begins before a line."""
+    known = _branches(theirs)
+    own = (each for each in reversed(_branches(mine)) if each not in known and not _is_beside(each))
+    return next((each for each in own if int(each[0].rpartition(":")[2]) < before), None)
+
+
+def _branch_around_loops(mine: _Call, theirs: _Call) -> tuple[str, str] | None:
+    """Return the innermost branch around loops of one call in which the other one is not; None if there are none."""
+    alone = _loops(mine) - _loops(theirs)
+    if not alone or not _loops(theirs) <= _loops(mine) or not _is_told(theirs):
+        return None
+    return _branch_of_one(mine, theirs, before=min(alone))
 
 
 def _takes_lock(branch: tuple[str, str]) -> bool:
