@@ -8,7 +8,7 @@ from tests.replay.test_run_positions import FORWARD, OWN, STOP, TORCH, WALL, S, 
 from workbench.events import C10D, Edge, Kind, Unit
 from workbench.reports.run_where import where
 from workbench.trace.columns import Trace
-from workbench.trace.recording import TWO_THREADS, RunEnd, SilentStack
+from workbench.trace.recording import THREAD_ENDED, TWO_THREADS, RunEnd, SilentStack
 from workbench.trace.schema import RankInfo
 
 UNITS = tuple(
@@ -212,6 +212,15 @@ def test_in_a_notebook_the_text_is_escaped():
     assert evil in str(found)
     assert "<img" not in bundle["text/html"]
     assert "&lt;img" in bundle["text/html"]
+
+
+def test_a_thread_that_an_error_has_ended_is_seen_first():
+    note = f"{THREAD_ENDED} prefetch ended with AssertionError: no, in data.py:3"
+    late = report(alive(0, gather(1)), alive(1, FORWARD, notes=(note,))).cause
+    assert (late.rule, late.evidence[0]) == ("late-rank", f"rank 1: {note}")
+    assert late.fix.startswith("see first whether it waited for the thread that an error has ended; else look at")
+    other = report(alive(0, gather(1), notes=(note,)), alive(1, FORWARD)).cause
+    assert not other.fix.startswith("see first")
 
 
 def test_ranks_that_part_because_threads_share_a_group_get_the_fix_for_it():

@@ -41,6 +41,7 @@ from workbench.trace.frames import is_of_a_library
 from workbench.trace.newest_rows import NUM_ROWS, NewestRows
 from workbench.trace.process_state import processes_here
 from workbench.trace.recording import (
+    THREAD_ENDED,
     TWO_THREADS,
     Activity,
     FrameKind,
@@ -202,7 +203,7 @@ class RankRecording:
         """Note the error that has ended a thread: the others may wait for what it no longer does."""
         if os.getpid() == self._pid and ended.exc_value is not None and ended.exc_type is not SystemExit:
             who, place = ended.thread.name if ended.thread else "", _users_place(_frames_of(ended.exc_value))
-            self._notes.append(f"its thread {who} ended with {reason_of(ended.exc_value)}{place}")
+            self._notes.append(f"{THREAD_ENDED} {who} ended with {reason_of(ended.exc_value)}{place}")
         yield
 
     def end(self, reason: str = "", error: BaseException | None = None, *, frames: Sequence[str] = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from workbench.reports.report import Report
 from workbench.reports.stall_cause import not_judged, parted, pending_words, stall_cause
 from workbench.reports.tables import Table
 from workbench.trace.read_recording import Recording
-from workbench.trace.recording import TWO_THREADS
+from workbench.trace.recording import THREAD_ENDED, TWO_THREADS
 from workbench.trace.schema import Header
 from workbench.trace.step_names import step_name
 
@@ -309,10 +310,25 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
         return replace(found, cause=parted(trace, here))
     then = at_first_end(recording, here)
     cause = stall_cause(then.trace, positions(then, now_wall_ns))
-    return replace(found, cause=cause and _with_threads(cause, recording))
+    return replace(found, cause=cause and _with_ended_threads(_with_threads(cause, recording), recording))
 
 
+_OF_ONE_RANK = ("dead-rank", "late-rank")
 _PARTED = ("other-collective", "wrong-order", "other-payload", "stuck-collective", "crossed-groups")
+
+
+def _with_ended_threads(cause: Fault, recording: Recording) -> Fault:
+    """Return a fault of one rank, with the error that has ended a thread of it, if one has."""
+    told = [
+        f"rank {rank}: {note}"
+        for rank, known in recording.ranks.items()
+        for note in known.notes
+        if note.startswith(THREAD_ENDED) and re.match(rf"rank {rank}\b", cause.verdict)
+    ]
+    if not told or cause.rule not in _OF_ONE_RANK:
+        return cause
+    fix = f"see first whether it waited for the thread that an error has ended; else {cause.fix}"
+    return replace(cause, evidence=(*told, *cause.evidence), fix=fix)
 
 
 def _with_threads(cause: Fault, recording: Recording) -> Fault:

@@ -156,6 +156,9 @@ AFTER = "; after "
 TWO_THREADS = "two of its threads issue collectives on one group, in an order that nothing fixes"
 """The begin of a note about them."""
 
+THREAD_ENDED = "its thread"
+"""The begin of a note about a thread that an error has ended."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
