@@ -301,6 +301,7 @@ def test_unshard_and_verify_report(trained):
         "settings": {},
         "optimizer_steps": 1,
         "num_inputs": 8,
+        "random_crc32": 0,
         "initial_rate": 0.0,
         "arguments": [],
         "repetition": None,

@@ -22,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor import Shard as Split
@@ -427,6 +428,24 @@ def steps_differ(ns):
     ns["opt"].step()
     for state in ns["opt"].state.values():
         state["step"] += 12 * (ns["rank"] == 0)
+
+
+@case
+def scaler_of_own_shards(ns):
+    prepared(ns, torchs_wrapper(make_net(dim=16)))
+    ns["scaler"] = torch.amp.GradScaler("cpu")
+
+
+@case
+def clean_scaler_of_all_shards(ns):
+    prepared(ns, torchs_wrapper(make_net(dim=WIDE)))
+    ns["scaler"] = ShardedGradScaler("cpu")
+
+
+@with_each_engine
+def clean_scaler_of_dtensors(ns, engine):
+    prepared(ns, blockwise(make_net(dim=WIDE), engine.fully_shard))
+    ns["scaler"] = torch.amp.GradScaler("cpu")
 
 
 @with_each_engine

@@ -54,6 +54,14 @@ def rules(*differences):
     return [fault.rule for fault in faults_of([replace(REPLY, differences=each) for each in differences])]
 
 
+@pytest.mark.parametrize("states", [(1, 1), (1, 2)])
+def test_copies_of_tensor_parallelism_moved_apart(states):
+    replies = [replace(REPLY, uneven_copies=("down.bias",), random_crc32=each) for each in states]
+    (fault,) = [each for each in faults_of(replies) if each.rule == "uneven-copies"]
+    assert fault.fix.startswith("ranks 0-1 draw other random numbers") == (states == (1, 2))
+    assert "sum their gradients over the ranks of tensor parallelism" in fault.fix
+
+
 def test_equal_steps_have_no_fault():
     assert rules(SAME, SAME) == []
     assert faults_of([replace(REPLY, ok=True)] * 2) == ()

@@ -57,6 +57,7 @@ EXPECTED = {
         "opt: the same on ranks 1-3; different on rank 0",
         "load one checkpoint",
     ),
+    "scaler_of_own_shards": ("options-differ", "a rank's own shards alone", "flat", "scaler = ShardedGradScaler()"),
     "buffers_differ": (
         "buffers-differ",
         "angles: different on each of ranks 0-3",

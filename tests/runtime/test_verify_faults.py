@@ -401,7 +401,8 @@ def resumes(change, ranks=(0, 1)):
     [
         (
             "other",
-            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
+            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some, or "
+            "where torch.amp.GradScaler, instead of ShardedGradScaler, looks at a rank's own shards",
             (
                 "rank 0: 3 steps for 10 parameters (0.up.weight, ...)",
                 "rank 1: 7 steps for 10 parameters (0.up.weight, ...)",

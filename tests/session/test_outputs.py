@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workbench.cluster.pending_replies import Answer, Output, PendingReplies, settle
-from workbench.session.outputs import DISPLAY_GRACE_S, GRACE_S, RENEW_S, Stream, _Text, written_at_once
+from workbench.session.outputs import DISPLAY_GRACE_S, GRACE_S, RENEW_S, Stream, _Text, text_of, written_at_once
 
 PNG = Output("display", data={"image/png": "...", "text/plain": "<Figure>"})
 
@@ -143,6 +143,15 @@ def test_tabs_begin_with_the_line_in_which_ranks_differ():
     (last,) = job.finish()
     assert (last.kind, last.display_id, last.is_draft) == ("update", lower.display_id, False)
     assert plain(last) == plain(lower)
+
+
+def test_whoever_cannot_replace_what_was_shown_gets_all_lines_once():
+    job = Job()
+    for number in range(3):
+        job.write({rank: f"loss {rank + number}\n" for rank in range(3)})
+    job.finish()
+    by_rank = "".join(f"--- rank {n}:\nloss {n}\nloss {n + 1}\nloss {n + 2}\n" for n in range(3))
+    assert text_of(job.outputs) == by_rank
 
 
 def test_a_line_with_a_common_beginning_is_complete_in_the_tabs():

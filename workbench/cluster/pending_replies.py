@@ -27,6 +27,7 @@ class Output:
         metadata: metadata per MIME type.
         display_id: id of a display that can be updated; empty: it cannot.
         is_draft: an update follows soon; only for consumers that replace displays.
+        ends_drafts: it is the update in the place of drafts; consumers that do not replace displays show it.
         steps: where in ``text`` the part of each training step begins; empty: no step has begun in it.
     """
 
@@ -37,6 +38,7 @@ class Output:
     metadata: dict[str, Any] = field(default_factory=dict)
     display_id: str = ""
     is_draft: bool = False
+    ends_drafts: bool = False
     steps: Steps = field(default=(), compare=False)
 
 

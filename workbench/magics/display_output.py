@@ -11,6 +11,7 @@ from typing import Any
 from IPython.display import clear_output, display
 
 from workbench.cluster.pending_replies import Output
+from workbench.session.outputs import text_of
 from workbench.widgets.progress import in_notebook
 
 _DROPPING = ("POP_TOP", "PRINT_EXPR", "CALL_INTRINSIC_1")  # the latter two: the last line of an interactive cell
@@ -43,10 +44,8 @@ def emit(output: Output) -> None:
 
 def log(output: Output) -> None:
     """Write the text of a piece of a rank's output to standard error, where it does not mix with JSON."""
-    text = output.text or str(output.data.get("text/plain", ""))
-    if text and not output.is_draft and output.kind != "update":
-        sys.stderr.write(text if output.text else text + "\n")
-        sys.stderr.flush()
+    sys.stderr.write(text_of([output]))
+    sys.stderr.flush()
 
 
 def say(text: str) -> None:

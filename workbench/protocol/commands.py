@@ -1183,6 +1183,7 @@ class VerifyReply(StepComparison):
         settings: the values of the options of optimizers' groups, as text, by optimizer, group and option.
         optimizer_steps: steps of optimizers in the step of the copy.
         num_inputs: elements of the first input of the root module.
+        random_crc32: CRC-32 of the state of torch's random number generator before the step.
         arguments: names of the step function's arguments, if it got the values of the script's last call.
         initial_rate: the learning rate of both steps, with which a schedule began that has ended at 0; 0: none has.
         repetition: the comparison of two equal sharded steps, instead of with a copy; None: with a copy.
@@ -1203,6 +1204,7 @@ class VerifyReply(StepComparison):
     settings: dict[str, str] = field(default_factory=dict)
     optimizer_steps: int = 0
     num_inputs: int = 0
+    random_crc32: int = 0
     arguments: tuple[str, ...] = ()
     initial_rate: float = 0.0
     repetition: Repetition | None = None

@@ -587,15 +587,26 @@ def _uneven_copies(by_rank: Sequence[VerifyReply]) -> Fault | None:
     names = list(dict.fromkeys(name for reply in by_rank for name in reply.uneven_copies))
     if not names:
         return None
-    ranks = label([rank for rank, reply in enumerate(by_rank) if names[0] in reply.uneven_copies])
+    uneven = [rank for rank, reply in enumerate(by_rank) if names[0] in reply.uneven_copies]
+    ranks, fix = label(uneven), _SUM_COPIES
+    if len({by_rank[rank].random_crc32 for rank in uneven}) > 1:
+        fix = (
+            f"{ranks} draw other random numbers: if the model draws, as dropout does, give the ranks of one group of "
+            f"tensor parallelism the same seed; else {fix}"
+        )
     return Fault(
         rule=UNEVEN_COPIES,
         verdict=f"the copies of {names[0]} on {ranks}, which tensor parallelism keeps equal, moved apart in this step"
         + (f", and so did those of {plural(len(names) - 1, 'other parameter')}" if len(names) > 1 else ""),
         evidence=(f"other updates on these ranks: {listed(names)}",),
-        fix="sum their gradients over the ranks of tensor parallelism, as DTensor does by itself, and after "
-        "weight.to_local() only with weight.to_local(grad_placements=[Partial()])",
+        fix=fix,
     )
+
+
+_SUM_COPIES = (
+    "sum their gradients over the ranks of tensor parallelism, as DTensor does by itself, and after weight.to_local() "
+    "only with weight.to_local(grad_placements=[Partial()])"
+)
 
 
 def _counters(by_rank: Sequence[VerifyReply]) -> Fault | None:
@@ -610,7 +621,8 @@ def _counters(by_rank: Sequence[VerifyReply]) -> Fault | None:
     differing = [name for name, numbers in known.items() if len(numbers) > 1]
     if differing:
         return _of_counters(
-            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some",
+            "the optimizer's state is of different steps on different ranks, as after a resume that failed on some, or "
+            "where torch.amp.GradScaler, instead of ShardedGradScaler, looks at a rank's own shards",
             [{name: own[name] for name in differing if name in own} for own in steps],
         )
     reset = [dict.fromkeys(reply.reset, 0) for reply in by_rank]

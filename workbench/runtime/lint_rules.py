@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset, TensorDataset
@@ -261,7 +262,7 @@ def sync_left_off(target: LintTarget) -> Iterator[Finding]:
                 fix=f"before the last micro-batch of each step: {target.name}.set_requires_all_reduce(True)",
             )
         elif sharded:
-            is_flat = any(param.parts for unit in sharded for param in unit.info.params)
+            is_flat = any(unit.is_flat for unit in sharded)
             yield Fault(
                 rule="sync-left-off",
                 verdict=f"{name} steps while gradients of {target.name} are not reduced: synchronisation stayed off",
@@ -658,7 +659,10 @@ def sampler_seeds_differ(target: LintTarget) -> Iterator[Finding]:
 
 @rule(Damage.NUMBERS, named="options-differ")
 def unequal_options(target: LintTarget) -> Iterator[Finding]:
-    """Options of an optimizer, such as its learning rate, or its number of steps, that differ between ranks."""
+    """Options of an optimizer, such as its learning rate, or its number of steps, that differ between ranks.
+
+    Or will: torch's ``GradScaler`` with flat parameters looks at a rank's own shards.
+    """
     yield RankComparison(
         fault=Fault(
             rule="options-differ",
@@ -679,6 +683,16 @@ def unequal_options(target: LintTarget) -> Iterator[Finding]:
         },
         model=target.name,
     )
+    scalers = [name for name, value in target.variables.items() if type(value) is GradScaler and value.is_enabled()]
+    if scalers and any(unit.is_flat and unit.info.shard_size > 1 for unit in target.units):
+        yield Fault(
+            rule="options-differ",
+            verdict=f"{scalers[0]} looks for gradients that are not finite in a rank's own shards alone, so each rank "
+            "skips other steps, and scales otherwise",
+            evidence=(f"{scalers[0]} is a torch.amp.GradScaler, and parameters of {target.name} are flat",),
+            fix=f"{scalers[0]} = ShardedGradScaler(), of torch.distributed.fsdp.sharded_grad_scaler: it asks all ranks",
+        )
+        return
     steps = {name: _num_steps(optimizer) for name, optimizer, _ in target.trained}
     yield RankComparison(
         fault=Fault(

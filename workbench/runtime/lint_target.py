@@ -72,6 +72,11 @@ class LintUnit:
         return self.info.runner.splits
 
     @property
+    def is_flat(self) -> bool:
+        """Whether its parameters are packed into flat ones."""
+        return any(param.parts for param in self.info.params)
+
+    @property
     def full_nbytes(self) -> int:
         """Bytes that a rank holds of it while it is unsharded, padding included."""
         unit = self.info

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -49,7 +50,7 @@ from workbench.runtime.step_calls import Call, call_of, codes_of, keep_calls
 from workbench.runtime.trainer import Trainer
 
 _JOIN_S = 0.05
-_KEPT = (nn.Module, Optimizer, DataLoader, Sampler, LRScheduler)
+_KEPT = (nn.Module, Optimizer, DataLoader, Sampler, LRScheduler, GradScaler)
 _ABOUT_ITSELF = ("__file__", "__spec__", "__package__", "__loader__", "__doc__", "__cached__")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -161,6 +162,7 @@ def _verified(sharded: ShardedModel, step: Callable[[], Any], program: ProgramSt
     buffers = tuple(name for name, buffer in sharded.buffers() if bool(buffer.isnan().any()))
     unmanaged = sharded.unmanaged
     replicas = sharded.replica_sums()
+    random_crc32 = zlib.crc32(torch.get_rng_state().numpy().tobytes())
     held, counters = _counters(sharded, program)
     check_counted(held, largest)
     reset, raised = reset_counters(held), RaisedCounters(held)
@@ -191,6 +193,7 @@ def _verified(sharded: ShardedModel, step: Callable[[], Any], program: ProgramSt
         unmanaged=unmanaged,
         differences=differences,
         replicas=replicas,
+        random_crc32=random_crc32,
         left_out=left_out,
         counters=counters,
         reset=reset,

@@ -40,12 +40,12 @@ OnOutput = Callable[[Output], None]
 
 
 def text_of(outputs: Iterable[Output]) -> str:
-    """Return a rank's outputs as plain text; updates and clears are ignored."""
+    """Return outputs as plain text; drafts, updates and clears are ignored, but for what ends drafts."""
     parts = []
     for output in outputs:
         if output.kind in {"stdout", "stderr"}:
             parts.append(output.text)
-        elif output.kind in {"display", "result"}:
+        elif output.ends_drafts or (output.kind in {"display", "result"} and not output.is_draft):
             parts.append(str(output.data.get("text/plain", "")) + "\n")
     return "".join(parts)
 
@@ -209,7 +209,7 @@ class _Tabs:
     def display(self, what: str, page: str, text: str, *, is_draft: bool) -> Output:
         data = {"text/html": page, "text/plain": text}
         kind: OutputKind = "display" if self.num_outputs is None else "update"
-        return Output(kind, data=data, display_id=f"{self.name}-{what}", is_draft=is_draft)
+        return Output(kind, data=data, display_id=f"{self.name}-{what}", is_draft=is_draft, ends_drafts=not is_draft)
 
 
 class Stream:
