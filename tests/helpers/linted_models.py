@@ -464,6 +464,17 @@ def tied_in_two_units(ns, engine):
     prepared(ns, blockwise(model, engine.fully_shard))
 
 
+@case
+def clean_tied_after_torchs_sharding(ns):
+    model = make_net(dim=16)
+    torchs.fully_shard(model.embed)
+    torchs.fully_shard(model.head)
+    model = blockwise(model, torchs.fully_shard)
+    model.head.weight = model.embed.weight
+    prepared(ns, model)
+    stepped(ns)
+
+
 @with_each_engine
 def clean_tied(ns, engine):
     prepared(ns, blockwise(make_net(dim=16, tied=True), engine.fully_shard))

@@ -453,12 +453,12 @@ _Named = tuple[LintUnit, str]
 
 
 def _held_twice(target: LintTarget) -> Iterator[tuple[_Named, _Named]]:
-    """Yield pairs of names, in two units, of one registered parameter."""
-    registered: dict[int, _Named] = {}
-    for unit, name, _, module, attribute in _placed(target.units):
+    """Yield pairs of names, in two units, of one registered parameter of which the units have shards of their own."""
+    registered: dict[int, tuple[LintUnit, str, ParamTensors]] = {}
+    for unit, name, tensors, module, attribute in _placed(target.units):
         param = held(module, attribute)
-        other, first = registered.setdefault(id(param), (unit, name))
-        if param is not None and other is not unit:
+        other, first, known = registered.setdefault(id(param), (unit, name, tensors))
+        if param is not None and other is not unit and not _is_one(_tensor(known), _tensor(tensors)):
             yield (other, first), (unit, name)
 
 
@@ -506,7 +506,13 @@ def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
     a, b = local_tensor(one).detach(), local_tensor(other).detach()
     if is_fake(a) or is_fake(b):  # of a plan
         return False
-    return a.shape == b.shape and torch.equal(a, b) and bool((a != a.reshape(-1)[0]).any())
+    is_equal = a.shape == b.shape and torch.equal(a, b) and bool((a != a.reshape(-1)[0]).any())
+    return is_equal and not _is_one(one, other)
+
+
+def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two units share a shard: torch's units take a parameter that was tied after ``fully_shard``."""
+    return local_tensor(one).data_ptr() == local_tensor(other).data_ptr()
 
 
 def _holder(target: LintTarget, name: str) -> str:
