@@ -19,6 +19,7 @@ from workbench.events import GROUP_INDICES, Category, Comm, Edge, Kind, Phase
 from workbench.record import rank_recording
 from workbench.record.launch import Place
 from workbench.record.rank_recording import RankRecording, stack_of
+from workbench.record.reasons import reason_of
 from workbench.trace import check, recording, steps
 from workbench.trace.read_recording import read
 
@@ -269,6 +270,10 @@ def test_a_disk_that_fills_up_stops_the_recording_and_not_the_program(begin, tmp
     assert steps(found.trace) == [0]
     assert (found.ranks[0].end.reason, found.ranks[0].stop.step) == ("later", 0)
     assert found.notes == ("rank 0: stopped recording at step 0: No space left on device",)
+
+
+def test_a_reason_has_no_colours():
+    assert reason_of(ValueError("\x1b[1mdo not\x1b[0m do that")) == "ValueError: do not do that"
 
 
 def test_a_program_that_calls_os_exit_has_an_end(begin, tmp_path, monkeypatch):

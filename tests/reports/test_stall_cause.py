@@ -263,6 +263,11 @@ def test_a_rank_that_waits_for_a_worker_of_its_loader():
     assert found.fix.startswith("see why a worker of its DataLoader does not answer")
 
 
+def test_a_rank_that_waits_for_a_key_of_a_store():
+    found = cause_of(alive(0, gather(1)), alive(1, FORWARD, **quiet("/x/data.py:44 in get: self.store.wait([key])")))
+    assert found.fix.startswith("it waits for a key of a store: see that another rank sets it")
+
+
 def test_what_a_rank_does_after_an_error_alone():
     retry = "/x/train.py:9 in main, after 7 `OSError: no, raised in data.py:3`: again()"
     other = alive(1, gather(1, kind=Kind.ALL_REDUCE, unit=-1), **stack(retry, 1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 from workbench.runtime.handled_errors import error_of_worker
 from workbench.trace.recording import AFTER
 
 _MAX_REASON = 500
 """Characters of an error's text that are recorded."""
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MAX_CHAIN = 3
 """Errors of a chain that are recorded, the last one first."""
 
@@ -30,7 +33,8 @@ def reason_of(error: BaseException) -> str:
 def _words(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exit status {error.code}" if isinstance(error.code, int) else f"exit: {error.code}"
-    text = " ".join(" ".join(error_of_worker(str(error))).split())[:_MAX_REASON]  # without the worker's traceback
+    told = _COLOURS.sub("", " ".join(error_of_worker(str(error))))  # without the worker's traceback
+    text = " ".join(told.split())[:_MAX_REASON]
     kind = type(error)
     name = f"{kind.__module__}.{kind.__name__}" if kind.__name__.islower() else kind.__name__  # such as struct.error
     return f"{name}: {text}".removesuffix(": ")

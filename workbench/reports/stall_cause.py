@@ -684,6 +684,8 @@ def _of_silent(
         place += f"; {left_out}" if left_out else ""
     elif all(map(_waits_for_loader, silent)):
         fix = _LOADER
+    elif all(_STORE_CALL.search(each.users_frame) for each in silent):
+        fix = _STORE
     else:
         fix = _WHAT_TO_DO[known.pop() if len(known) == 1 else ""]
     return Fault(
@@ -695,6 +697,11 @@ def _of_silent(
 
 
 _GROUP_CALL = re.compile(r"/torch/distributed/\S+ in \w*(process|new|split)_group")
+_STORE_CALL = re.compile(r"\bstore\.(get|wait)\(", re.IGNORECASE)
+_STORE = (
+    "it waits for a key of a store: see that another rank sets it, under the same name on all ranks, such as none with "
+    "hash() of a text, a time or a rank"
+)
 _LOADER_CALL = "/torch/utils/data/dataloader.py:"
 _LOADER = (
     "see why a worker of its DataLoader does not answer: with timeout=60 it raises, and num_workers=0 shows the line"

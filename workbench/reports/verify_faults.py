@@ -226,7 +226,8 @@ def _settings(by_rank: Sequence[VerifyReply]) -> Fault | None:
             ),
             f"every parameter of the group moves differently, the first is {first}",
         ),
-        fix=f"give every rank's optimizer the same {option}",
+        fix=f"give every rank's optimizer the same {option}; all-reduce what decides about it, such as the loss that "
+        "ReduceLROnPlateau.step() gets",
     )
 
 
@@ -576,9 +577,9 @@ def _drift(by_rank: Sequence[VerifyReply]) -> Fault | None:
         rule=DRIFT,
         verdict=f"the replicas of the model had different parameters before the step, in {plural(len(units), 'unit')}",
         evidence=tuple(texts[:4]),
-        fix="load one checkpoint on every rank; then see what parts them: averaged weights put into the model of some "
-        "ranks, parameters unfrozen after DistributedDataParallel was made, no_sync() left on, or with fully_shard "
-        "model.set_requires_all_reduce(False)",
+        fix="load one checkpoint on every rank; then see what parts them, as lint does too: averaged weights put into "
+        "the model of some ranks, parameters unfrozen after DistributedDataParallel was made, no_sync() left on, "
+        "or with fully_shard model.set_requires_all_reduce(False)",
     )
 
 

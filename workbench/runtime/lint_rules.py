@@ -563,7 +563,8 @@ def same_data(target: LintTarget) -> Iterator[Finding]:
                 fix="{first} = torch.utils.data.DistributedSampler(dataset), which takes the rank of the process group",
             ),
             digests={
-                name: hash((sampler.rank, sampler.seed, sampler.epoch, _data_digest(sampler.dataset)))
+                # hash(None) differs between processes
+                name: hash((sampler.rank, sampler.seed, sampler.epoch, _data_digest(sampler.dataset) or 0))
                 for name, sampler in samplers.items()
             },
             wants_equal=False,
