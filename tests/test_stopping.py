@@ -26,7 +26,7 @@ from workbench.cluster.pending_replies import Answer, Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
-from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
+from workbench.protocol.rank_messages import CellLine, GiveUp, JobReply, SetBreakpoints
 from workbench.reports.pause_reports import StopReport
 from workbench.session import waiter
 from workbench.session.pause_protocol import WHERE_S
@@ -684,6 +684,9 @@ def test_a_cell_inside_a_step(wb):
         gate.jobs = lambda rank, job: failed("ValueError", "no")
     with pytest.raises(RankError, match="the step is still stopped"):
         wb.run_cell("go")
+    line = CellLine(line=2, function="<module>", text="dist.barrier()")
+    wb.fake.lines = {0: replace(line, inside="cell"), 1: line}  # that of rank 1 is of its step
+    assert "rank 0 held, in dist.barrier() at line 2 of the cell; ranks 1-3 held\n" in str(wb.where())
     assert wb.resume().steps_done == 1
 
 

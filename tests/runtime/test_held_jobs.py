@@ -17,7 +17,7 @@ from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Step
-from workbench.protocol.rank_messages import Forget, JobError, RunCell, Stacks
+from workbench.protocol.rank_messages import Forget, JobError, LocateLine, RunCell, Stacks
 from workbench.trace.invariants import check
 
 
@@ -341,17 +341,20 @@ def interrupted_job():
     def script(channel, ns):
         channel.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
         channel.until(lambda where: "began" in ns)
+        line = channel(LocateLine())
         channel.send("later", Evaluate(expr="1 + 1"))
         os.kill(os.getpid(), signal.SIGINT)
         where = channel.until(lambda where: "later" in where.tickets)
         channel(Forget(tickets=("loop",)))
-        return where, list(channel.where().tickets)
+        return where, list(channel.where().tickets), (line.inside, line.line in (2, 3)), channel(LocateLine())
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
-    ((where, left),) = run(1, interrupted_job)
+    ((where, left, line, afterwards),) = run(1, interrupted_job)
+    assert line == ("cell", True)
+    assert getattr(afterwards, "inside", "") == ""
     assert where.held is not None
     assert where.tickets["loop"].error.ename == "KeyboardInterrupt"
     assert where.tickets["later"].text == "2"

@@ -192,6 +192,7 @@ class CellLine:
         script: name of the script's file; empty: a cell.
         frames: the calls of the user's code, the innermost last, as :mod:`workbench.trace.frames` has them.
         ago_ns: time since it has raised, which ended what the rank ran; 0: it runs.
+        inside: ``cell`` or ``expression`` if that runs inside a stopped step; empty: other code.
     """
 
     line: int
@@ -200,6 +201,7 @@ class CellLine:
     script: str = ""
     frames: tuple[str, ...] = ()
     ago_ns: int = 0
+    inside: str = ""
 
 
 @request("line", looks=True)

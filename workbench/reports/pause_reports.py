@@ -109,6 +109,7 @@ class WhereRow:
         event: that event as text; empty: unknown; of a rank that is gone, how it was lost.
         breakpoint: number of the breakpoint that holds it, 0 for ``step --until``; None: no breakpoint does.
         for_ns: how long it has been there, in nanoseconds; None: unknown.
+        inside: of a held rank that runs a cell or an expression, where in it; empty: it runs neither.
         stacks: its Python threads, the main one first; empty if not requested.
     """
 
@@ -121,7 +122,13 @@ class WhereRow:
     event: str = ""
     breakpoint: int | None = None
     for_ns: int | None = None
+    inside: str = ""
     stacks: tuple[Thread, ...] = ()
+
+    @property
+    def state_words(self) -> str:
+        """Its state, and where it is in a cell that runs inside the stop."""
+        return f"{self.state}, {self.inside}" if self.inside else self.state
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
@@ -137,6 +144,7 @@ def row_of(
     units: Mapping[int, str],
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
+    inside: str = "",
 ) -> WhereRow:
     """Return one row of the table.
 
@@ -146,10 +154,11 @@ def row_of(
         units: names of units by index.
         stacks: its Python threads.
         state: what it is doing; None: taken from the position.
+        inside: where it is in a cell or an expression that runs inside the stop; empty: it runs neither.
     """
     state = state or state_of(position)
     held, step = position.held, position.place.step
-    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, stacks=stacks)
+    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, inside=inside, stacks=stacks)
     event = held or position.newest  # the next event of a held rank, the newest one of others
     if event is None or state == "idle":  # its newest event belongs to a finished step
         return row
@@ -204,7 +213,7 @@ class WhereReport(Report):
         return cause_lines(self.cause, self._states() if self._runs() else None)
 
     def _states(self) -> str:
-        states = by_value((row.rank, row.state) for row in self.ranks)
+        states = by_value((row.rank, row.state_words) for row in self.ranks)
         if len(states) == 1:
             return f"{plural(len(self.ranks), 'rank')} {next(iter(states))}"
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
