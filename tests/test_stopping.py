@@ -13,6 +13,7 @@ from tests.helpers.fake_cluster import (
     FakeCluster,
     blocks,
     failed,
+    gives,
     inside,
     prints,
     raises,
@@ -22,13 +23,14 @@ from tests.helpers.fake_cluster import (
 )
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
+from workbench.base.fault import LATE, Fault
 from workbench.cluster.pending_replies import Answer, Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
 from workbench.protocol.rank_messages import CellLine, GiveUp, JobReply, SetBreakpoints
 from workbench.reports.pause_reports import StopReport
-from workbench.session import waiter
+from workbench.session import session, waiter
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.waiter import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
@@ -197,6 +199,29 @@ def test_one_ctrl_c_stops_all_ranks_at_one_event(wb):
     assert len(set(ordinals(report).values())) == 1
     assert wb.requests("give up") == wb.requests("interrupt") == []
     assert isinstance(wb.abort().headline, str)
+
+
+@pytest.mark.parametrize(
+    ("rule", "now"),
+    [
+        ("uneven-batches", "%fsdp abort, as continue would only wait again; before it, %fsdp where, inspect FQN, "),
+        (LATE, "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"),
+    ],
+)
+def test_a_stop_of_ranks_that_wait_keeps_the_cause(wb, monkeypatch, rule, now):
+    cause = Fault(rule=rule, verdict="rank 3 has ended", fix="end together")
+    for name in ("stall_cause", "parted"):
+        monkeypatch.setattr(session, name, lambda trace, positions: cause)
+    wb.fake.script["step"] = [inside, inside, inside, gives(step_result(1))]
+    for gate in wb.fake.gates:
+        gate.waits = True
+    press_ctrl_c_on_drain(wb.fake, 1)
+    facts = dict(wb.step(1).facts())
+    assert (facts["fault"], facts["fix"]) == (cause.verdict, cause.fix)
+    assert facts["now"].startswith(now)
+    assert wb.where().cause == cause
+    assert wb.explain().problem == cause.verdict
+    wb.abort()
 
 
 def test_ranks_at_different_events_run_to_the_furthest(wb):

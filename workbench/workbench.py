@@ -1259,6 +1259,9 @@ class Workbench:
             UsageError: nothing is recorded, or there is no such step, unit or rank.
         """
         self._check_looks("explain")
+        cause = None if subject or step is not None or self._session is None else self._session.stop_cause
+        if cause is not None:  # more than any step that has ended
+            return ExplainReport(faults=(cause,), num_checks=1, subject=subject, step=None, answer=cause)
         models = next(iter(self.models().values()), ())
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 

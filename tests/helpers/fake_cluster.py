@@ -140,7 +140,10 @@ class FakeGate:
         self.breakpoints = tuple(b for b in self.breakpoints if not b.once)
 
     def advance(self) -> None:
-        """Reach the next event: hold there, or pass it."""
+        """Reach the next event: hold there, or pass it; a pause holds a rank that waits in its wait."""
+        if self.answer is not None and not self.held and self.waits and isinstance(self.mode, Pause):
+            place = StepPosition(0, len(self.program))
+            self.held = Hold(place=place, kind=Kind.WAIT, edge=Edge.BEGIN, phase=Phase.FORWARD)
         if self.answer is None or self.held or self.late or self.waits:
             return
         if self.ordinal == len(self.program):

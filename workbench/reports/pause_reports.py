@@ -14,7 +14,7 @@ from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
 from workbench.reports.event_text import event_words
-from workbench.reports.fault_report import cause_html, cause_lines
+from workbench.reports.fault_report import cause_facts, cause_html, cause_lines
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.report import Report
 from workbench.reports.stop_positions import State, StopGroup, is_in_wait, state_of
@@ -30,6 +30,7 @@ class StopReport(Report):
         stop: where they are stopped.
         request: the request, as text.
         reasons: the breakpoints that hold them, and the values that these met, as text.
+        cause: why they waited before the stop, for what other ranks will not do; None: they did not, or it is unknown.
     """
 
     computed = (*Report.computed, "ranks")
@@ -38,6 +39,7 @@ class StopReport(Report):
     stop: StopGroup
     request: str
     reasons: tuple[str, ...] = ()
+    cause: Fault | None = None
 
     @property
     def headline(self) -> str:
@@ -54,8 +56,11 @@ class StopReport(Report):
         why = [("stopped by", "; ".join(self.reasons))] if self.reasons else []
         waited = self.stop.synchronised
         device = [("device", f"synchronised on {label(waited)}: all enqueued work is done")] if waited else []
-        now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
-        return [*why, *device, ("under way", self.request), ("now", now)]
+        found = [*cause_facts(self.cause), *why, *device, ("under way", self.request)]
+        look = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells"
+        if self.cause is not None and not self.cause.may_pass:
+            return [*found, ("now", f"%fsdp abort, as continue would only wait again; before it, {look}")]
+        return [*found, ("now", f"{look}; then %fsdp next, continue or abort")]
 
 
 @dataclass(frozen=True, kw_only=True)

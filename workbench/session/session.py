@@ -60,7 +60,7 @@ from workbench.reports.pause_reports import BackgroundReport, EndReport, StopRep
 from workbench.reports.report import Report
 from workbench.reports.stall_cause import parted, stall_cause
 from workbench.reports.step_reports import UntilReport
-from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of
+from workbench.reports.stop_positions import State, StopGroup, is_in_wait, live_units, param_names, state_of
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
 from workbench.session.clock_sync import ClockSync
@@ -384,6 +384,12 @@ class Session:
         cause = self._cause_seen(positions, lines) if self.cluster.held_by else self._cause(request, positions, lines)
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
 
+    @property
+    def stop_cause(self) -> Fault | None:
+        """Why stopped ranks waited before the stop; None: they did not, or none are stopped."""
+        request = self.request
+        return request.cause if request is not None and request.state == "stopped" else None
+
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
         self.drain()
@@ -491,7 +497,7 @@ class Session:
                 positions = self.positions(timeout_s=PATIENT_S)
                 request.interrupts = sending.enter_context(interrupts)
                 request.watch.stopper.release(set(request.watch.running), positions, what)
-                request.state = "running"
+                request.state, request.cause = "running", None
                 request.is_background |= bool(background)
             if listener.on_output is no_output:  # such as a button's
                 listener = dataclasses.replace(listener, on_output=request.listener.on_output)
@@ -791,11 +797,12 @@ class Session:
         requested = request.watch.requested
 
         def sentence(seconds: float) -> str:
-            awaited, cause = self._awaited(request), None
+            awaited = self._awaited(request)
             if not awaited:
                 lines = self.ask(LocateLine())
                 request.worked = self._who_works(request, seconds, lines)
-                cause = self._cause(request, self._collector.heard, lines)
+                request.cause = self._cause(request, self._collector.heard, lines)
+            cause = None if awaited else request.cause
             saving = by_value((rank, position.saving) for rank, position in self._collector.heard.items())
             saves = [f"{label(ranks)}: {words}" for words, ranks in saving.items() if words]
             notice = "; ".join(
@@ -807,7 +814,7 @@ class Session:
         is_urgent = bool(requested or request.dead)
         request.standing.look(activity, sentence, request.listener.on_standing, is_urgent=is_urgent)
         if not request.standing.text:
-            request.worked = ""
+            request.worked, request.cause = "", None
 
     def _who_works(self, request: Request, seconds: float, lines: Mapping[int, CellLine | None]) -> str:
         running = sorted(set(request.watch.running) - set(request.dead))  # the waiter may not have noticed a death yet
@@ -830,6 +837,8 @@ class Session:
         Between requests: where ranks did not agree in the last one.
         """
         if request is None or request.state != "running" or request.dead:
+            if request is not None and request.cause is not None:
+                return request.cause  # of a stop
             raised = self._raised if request is None else _raised_on(request.pending)
             frames = {rank: line.frames for rank, line in lines.items() if line is not None}
             where = [
@@ -953,7 +962,12 @@ class Session:
         reasons = (*held_by, *dict.fromkeys(hold.because for hold in stop.holds.values() if hold.because))
         if UNTIL in stop.breakpoints:
             request.work.until = None
-        request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons)
+        waits = any(map(is_in_wait, stop.holds.values()))
+        if not waits:
+            request.cause = None
+        elif request.cause is None and len(stop.positions) < len(request.pending.ranks):
+            request.cause = self._cause(request, stop.positions, self.ask(LocateLine()))
+        request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons, cause=request.cause)
         return request.report
 
     def _result(self, request: Request, outcome: Outcome) -> Report:
