@@ -195,6 +195,7 @@ export interface State extends PanelMessage {
   readonly is_recorded: boolean;
   readonly record: string;
   readonly said: string;
+  readonly fault: string;
 }
 
 export interface WrapClass {
@@ -348,6 +349,7 @@ export interface RunStatus {
   readonly word: "training" | "stuck" | "stopped" | "idle" | "recorded" | "over" | "dead" | "empty";
   readonly why: string;
   readonly can_go_on: boolean;
+  readonly fault: string;
 }
 
 export interface RanksAt {

@@ -215,6 +215,11 @@ export function originOf({ ranks, step }: OutputLine): string {
   return [ranges(ranks), step === null ? "" : `step ${step}`].filter(Boolean).join(" \u00b7 ");
 }
 
+/** That a fault is injected, and which one unless it is hidden; empty: none is. */
+function faultOn({ fault }: State): string {
+  return fault === "" ? "" : fault === "random" ? "fault on" : `fault on: ${fault}`;
+}
+
 /** The state in one line. `isGivingUp`: an abort was requested and has not ended. */
 export function headline(state: State, isGivingUp = false): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
@@ -245,11 +250,11 @@ export function headline(state: State, isGivingUp = false): Headline {
     const place = request.stop.replace(/, step \d+$/, "");
     return { tone: "held", text: `${request.stop}${because}`, short: `${place}${short && ` (${short})`}` };
   }
-  if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
+  if (request !== null) return { tone: "busy", text: [request.line, progress(state), faultOn(state)].filter(Boolean).join(": ") };
   if (!cluster.is_running) return { tone: "plain", text: "No ranks" };
   const ranks = count(state.ranks.length, "rank");
   if (cluster.exchange === "start") return { tone: "busy", text: `${ranks}: one that died is being replaced` };
-  return { tone: "plain", text: `${ranks}, idle` };
+  return { tone: "plain", text: [`${ranks}, idle`, faultOn(state)].filter(Boolean).join(", ") };
 }
 
 /** The host of the ranks, or the number of hosts. */
@@ -304,6 +309,7 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
     loss === null ? "" : `loss ${formatLoss(loss)}`,
     rate === null ? "" : `${rate.toPrecision(3)} steps/s`,
     progress(state),
+    faultOn(state),
   ];
   return { tone: head.tone, text: parts.filter(Boolean).join(" \u00b7 ") };
 }

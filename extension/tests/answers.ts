@@ -199,7 +199,8 @@ export const ANSWERS = {
     "output": 3,
     "is_recorded": true,
     "record": "",
-    "said": ""
+    "said": "",
+    "fault": ""
   },
   "models": {
     "word": "models",

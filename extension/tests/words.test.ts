@@ -271,6 +271,8 @@ describe("the headline", () => {
     expect(announcement(state({ request: STEP }), true)).toBe("Aborting %fsdp step 40\u2026");
     expect(headline(state(), true).text).toBe("2 ranks, idle");
     const { cluster } = state();
+    expect(headline(state({ fault: "random" })).text).toBe("2 ranks, idle, fault on");
+    expect(headline(state({ fault: "straggler" })).text).toBe("2 ranks, idle, fault on: straggler");
     const healing = headline(state({ cluster: { ...cluster, exchange: "start" } }));
     expect(healing).toEqual({ tone: "busy", text: "2 ranks: one that died is being replaced" });
   });

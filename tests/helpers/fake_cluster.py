@@ -314,6 +314,7 @@ class FakeCluster:
         self.silent: set[int] = set()
         self.patience: list[tuple[str, float]] = []  # (word, timeout in seconds) of each control-channel request
         self.unfinished: dict[int, int] = {}
+        self.fault = ""
         self.lines: dict[int, CellLine] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
         self.commands = dict.fromkeys(range(num_ranks), 0)
@@ -478,6 +479,7 @@ class FakeCluster:
             unfinished=self.unfinished.get(rank, 0),
             optimizer_steps=self.optimizer_steps[rank],
             commands=self.commands[rank],
+            fault=self.fault,
         )
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:

@@ -120,6 +120,7 @@ class Position:
         optimizer_steps: number of optimizer steps since its start.
         saving: how far the checkpoint is that it writes, as text; empty: it writes none.
         snapshot_bytes: bytes of the snapshots that it keeps.
+        fault: name of the fault that is injected, ``random`` while it is hidden; empty: none is.
         tickets: results of jobs, by ticket, until a ``Forget``.
     """
 
@@ -137,6 +138,7 @@ class Position:
     optimizer_steps: int = 0
     saving: str = ""
     snapshot_bytes: int = 0
+    fault: str = ""
     tickets: dict[str, JobReply] = field(default_factory=dict)
 
 

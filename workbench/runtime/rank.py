@@ -326,6 +326,7 @@ class RankRuntime:
             optimizer_steps=self.trainer.optimizer_steps,
             saving="" if self.writer is None else self.writer.words,
             snapshot_bytes=SNAPSHOTS.num_bytes,
+            fault="" if self.fault is None else self.fault.reply.shown_name,
             tickets=self.gate.tickets,
         )
 

@@ -12,6 +12,15 @@ import { enable, make, onPress, write } from "../dom.js";
  * @property {() => void} follow
  */
 
+const RANDOM = "random"; // a fault that is not named before it is removed
+/** @type {Readonly<Record<string, string>>} by command, unless it is its word */
+const LABELS = { fault: "inject fault" };
+/** @type {Readonly<Record<string, string>>} */
+const TITLES = {
+  break: "stop all ranks before every such event",
+  fault: "break the training on purpose, to find out what is wrong",
+};
+
 export class ButtonsView {
   /**
    * @param {InitialState} about
@@ -28,10 +37,15 @@ export class ButtonsView {
     this.oneStep = make("button", "fw-hold", "hold last step");
     this.live = make("button", "fw-live", "live");
     this.buildChoice(this.size, "next: size", sizes);
-    this.buildChoice(this.fault, "fault: what to inject; off removes it, and names it", faults);
-    this.fault.title = "a fault for the training; random: one that is named when it is removed; off: remove it";
+    this.buildChoice(this.fault, "fault: what to inject", faults);
+    this.fault.title = "a fault for the training; random: one that is named when it is removed";
+    this.faultOn = make("button", "fw-fault-on"); // the fault that is injected; removes it
+    this.faultOn.title = "remove the fault, and name it";
+    this.faultOn.hidden = true;
+    onPress(this.faultOn, () => { actions.press("fault", "off"); });
     this.buildPlace();
     for (const word of buttons) this.box.append(this.buildCommand(word));
+    this.box.append(this.faultOn);
     this.oneStep.title = "stop redrawing and show the last step that all ranks finished";
     onPress(this.oneStep, actions.holdStep);
     this.live.onclick = actions.follow;
@@ -43,7 +57,8 @@ export class ButtonsView {
    * @param {string} word
    */
   buildCommand(word) {
-    const button = make("button", `fw-${word}`, word);
+    const button = make("button", `fw-${word}`, LABELS[word] ?? word);
+    button.title = TITLES[word] ?? "";
     const field = { next: this.size, break: this.place, fault: this.fault }[word] ?? null;
     enable(button, false);
     this.buttons.set(word, button);
@@ -88,6 +103,10 @@ export class ButtonsView {
   draw(model, { isLive, isRecord }) {
     const isOver = model.isOver(isRecord), can = model.enabledButtons(isRecord);
     for (const [word, button] of this.buttons) enable(button, can.has(word));
+    const fault = isOver ? "" : model.status?.fault ?? "";
+    this.faultOn.hidden = fault === "";
+    write(this.faultOn, fault === RANDOM ? "fault on \u2715" : `fault on: ${fault} \u2715`);
+    enable(this.faultOn, can.has("fault"));
     enable(this.oneStep, model.lastStep !== null);
     this.live.setAttribute("aria-pressed", String(isLive && !isOver));
     write(this.live, isOver ? "\u25cb latest" : isLive ? "\u25cf live" : "\u25cb live");
