@@ -124,10 +124,10 @@ export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): strin
 }
 
 /** At which step a picture or a table shows the ranks: it stays as it is while they train. Empty: none is recorded. */
-export function asOf(state: State | null): string {
+export function asOf(state: State | null, word: string): string {
   const step = state?.training.step ?? -1;
   if (step < 0) return "";
-  return `as of step ${step}${state?.request?.is_stopped === true ? ", stopped inside it" : ""}; the same button shows it anew`;
+  return `as of step ${step}${state?.request?.is_stopped === true ? ", stopped inside it" : ""}; press ${word.slice(0, 1).toUpperCase()}${word.slice(1)} again to refresh`;
 }
 
 /** Why ranks can be neither started nor stopped now, a sentence; empty: they can. */
@@ -307,7 +307,7 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
   const parts = [
     `FSDP: ${count(state.ranks.length, "rank")}`,
     loss === null ? "" : `loss ${formatLoss(loss)}`,
-    rate === null ? "" : `${rate.toPrecision(3)} steps/s`,
+    rate === null ? "" : `${rate < 100 ? rate.toPrecision(3) : Math.round(rate).toLocaleString("en")} steps/s`,
     progress(state),
     faultOn(state),
   ];

@@ -214,7 +214,7 @@ class CellTask(_OutputTask):
         super().__init__(pending)
         self.code, self._pending = code, pending
         first = next(iter(code.strip().splitlines()), "")
-        self.title = f"the cell {first[:TITLE_CHARS]!r}"
+        self.title = f"the cell {first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1] + '…'!r}"
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
         """Return the cell, if all ranks ran it."""

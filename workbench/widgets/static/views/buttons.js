@@ -33,8 +33,9 @@ export class ButtonsView {
     this.buttons = new Map(); // commands, by their word
     this.size = make("select", "fw-size"); // how far `next` goes
     this.place = make("input", "fw-place"); // where `break` stops
+    this.canBreak = false;
     this.fault = make("select", "fw-kind"); // what `fault` injects
-    this.oneStep = make("button", "fw-hold", "hold last step");
+    this.oneStep = make("button", "fw-hold", "freeze view");
     this.live = make("button", "fw-live", "live");
     this.buildChoice(this.size, "next: size", sizes);
     this.buildChoice(this.fault, "fault: what to inject", faults);
@@ -81,11 +82,18 @@ export class ButtonsView {
 
   buildPlace() {
     this.place.setAttribute("aria-label", "break: event to stop before");
-    this.place.placeholder = "all_gather:blocks.2";
+    this.place.placeholder = "such as forward:blocks.2";
+    this.place.addEventListener("input", () => { this.enableBreak(); });
     this.place.size = 16;
     this.place.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.buttons.get("break")?.click();
     });
+  }
+
+  /** Let `break` be pressed where it can be, once an event is typed. */
+  enableBreak() {
+    const button = this.buttons.get("break");
+    if (button) enable(button, this.canBreak && this.place.value.trim() !== "");
   }
 
   /**
@@ -102,7 +110,9 @@ export class ButtonsView {
    */
   draw(model, { isLive, isRecord }) {
     const isOver = model.isOver(isRecord), can = model.enabledButtons(isRecord);
-    for (const [word, button] of this.buttons) enable(button, can.has(word));
+    for (const [word, button] of this.buttons) if (word !== "break") enable(button, can.has(word));
+    this.canBreak = can.has("break");
+    this.enableBreak();
     const fault = isOver ? "" : model.status?.fault ?? "";
     this.faultOn.hidden = fault === "";
     write(this.faultOn, fault === RANDOM ? "fault on \u2715" : `fault on: ${fault} \u2715`);
