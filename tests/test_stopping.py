@@ -122,7 +122,8 @@ def test_until_is_not_a_breakpoint_to_turn_off_or_clear(wb):
 
 
 def test_a_breakpoint_stops_at_every_such_event(wb):
-    assert str(wb.break_add("reduce_scatter:*")).startswith("breakpoint 1: reduce_scatter:*")
+    assert str(wb.break_add("reduce_scatter:*")) == "breakpoint 1: reduce_scatter:*"
+    assert str(wb.break_list()).splitlines()[1:] == ["  1  reduce_scatter:*"]
     report = wb.step(1)
     found = [ordinals(report)[0]]
     assert "stopped by  breakpoint 1: reduce_scatter:*" in str(report)

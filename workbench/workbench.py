@@ -777,6 +777,7 @@ class Workbench:
             result = self._do(command, on_progress, on_output, on_standing, on_wait, on_notice)
         except WorkbenchError as error:
             self._note_training(command, error)
+            self._note_failed(command)
             raise
         self._note_training(command, None)
         return self._introduced(result)
@@ -1439,6 +1440,11 @@ class Workbench:
     def note(self, command: Command, source: Source) -> None:
         """Add ``command``, given by ``source`` now, to the history."""
         self._past.append(PastCommand(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
+
+    def _note_failed(self, command: Command) -> None:
+        """Mark ``command`` in the history, if it is the newest there."""
+        if self._past and self._past[-1].line == f"%fsdp {to_text(command)}":
+            self._past[-1] = dataclasses.replace(self._past[-1], failed=True)
 
     def history(self, n: int = 0) -> HistoryReport:
         """Return the newest ``n`` commands of the history; 0: all that it keeps."""

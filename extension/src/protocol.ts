@@ -295,6 +295,7 @@ export interface PastCommand {
   readonly line: string;
   readonly source: "cell" | "panel" | "tool";
   readonly t_s: number;
+  readonly failed: boolean;
 }
 
 export interface CommandHistory extends PanelMessage {

@@ -327,7 +327,8 @@ export const ANSWERS = {
       {
         "line": "%fsdp start",
         "source": "panel",
-        "t_s": 1.5
+        "t_s": 1.5,
+        "failed": false
       }
     ]
   },

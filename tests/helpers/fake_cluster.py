@@ -544,6 +544,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "unreduced": [],
         "unsharded": [],
         "never_cleared": [],
+        "never_reduced": [],
         "snapshot_bytes": 0,
         "rows": [],
         "saved": [],

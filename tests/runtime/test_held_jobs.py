@@ -273,6 +273,7 @@ def failures():
             channel.expression("for"),
             channel.expression("exit()"),
             channel.cell("a = 1\nb = unknown\n"),
+            channel.expression("x"),
             channel.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
         ]
         return answers, channel.where().held.kind.key, ns["a"]
@@ -284,7 +285,8 @@ def test_an_exception_is_one_line_and_the_stop_remains():
     ((answers, held, assigned),) = run(1, failures)
     assert held == "backward"
     assert assigned == 1
-    assert [a.error is None for a in answers] == [False] * 5
+    assert "nearest" not in answers[4].error.evalue  # no builtins such as hex or max
+    assert [a.error is None for a in answers] == [False] * 6
     errors = [a.error for a in answers]
     assert errors[0] == JobError(
         ename="ZeroDivisionError",
@@ -297,8 +299,8 @@ def test_an_exception_is_one_line_and_the_stop_remains():
     assert "b = unknown" in errors[3].traceback
     assert errors[3].evalue.endswith("in backward, forward has returned and its variables are gone")
     assert "workbench" not in errors[3].traceback
-    assert errors[4].ename == "UsageError"
-    assert "nearest: blocks.1.mlp.0.weight" in errors[4].evalue
+    assert errors[5].ename == "UsageError"
+    assert "nearest: blocks.1.mlp.0.weight" in errors[5].evalue
 
 
 def cells():

@@ -259,7 +259,9 @@ class BreakReport(Report):
         return self.change or there
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each breakpoint with its number, and whether it is off."""
+        """Return each breakpoint with its number, and whether it is off; not the only one that was just added."""
+        if len(self.breakpoints) == 1 and self.change.startswith(f"breakpoint {self.breakpoints[0].id}: "):
+            return []
         return [
             ("--until" if b.id == 0 else str(b.id), str(b) if b.is_on else f"{b} (off: %fsdp break on {b.id})")
             for b in self.breakpoints

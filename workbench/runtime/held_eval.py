@@ -157,7 +157,7 @@ class _Scope(MutableMapping[str, Any]):
             raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
             if error.name is None or raised_in not in {HELD_CELL, HELD_EXPRESSION}:
                 raise
-            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins))
+            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins), cutoff=0.8)
             hint = [f"nearest: {', '.join(near)}"] if near else []
             named = NameError("; ".join([str(error), *hint, self._frames()]), name=error.name)
             raise named.with_traceback(error.__traceback__) from None
@@ -169,8 +169,8 @@ class _Scope(MutableMapping[str, Any]):
         return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}{ended}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=cutoff)
 
 
 def _let_read(filename: str, text: str) -> None:

@@ -200,7 +200,14 @@ class RankRuntime:
                         SNAPSHOTS.finish()
                         self.account_snapshots()
                 kept = SNAPSHOTS.num_bytes if command.snapshot else 0
-                return replace(reply, never_cleared=self.history.never_cleared(), saved=saved, snapshot_bytes=kept)
+                sharded = {unit.index for unit in self.recorder.header.units if unit.shard_size > 1}
+                return replace(
+                    reply,
+                    never_cleared=self.history.never_cleared(),
+                    never_reduced=self.history.never_reduced(sharded),
+                    saved=saved,
+                    snapshot_bytes=kept,
+                )
             if isinstance(command, Run):
                 self.history.forget()
                 with self.gate.stepping(command.stop):
