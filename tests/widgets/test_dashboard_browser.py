@@ -364,9 +364,10 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         def break_add(self, event):
             self.pressed.append(("break", event))
 
-    workbench = Stops(positions=dict.fromkeys(range(4), HELD))
+    workbench = Stops(positions=dict.fromkeys(range(4), replace(HELD, fault="random")))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.wait_for_function("view.buttons.buttons.get('next').ariaDisabled === 'false'")
+        assert page.locator(".fw-fault-on").inner_text() == "fault on \u2715"
         assert page.locator(".fw-size option").all_inner_texts() == list(NEXT)
         page.locator(".fw-size").select_option("unit")
         page.locator(".fw-next").click()
