@@ -13,6 +13,7 @@ from tests.helpers.fake_cluster import (
     FakeCluster,
     blocks,
     failed,
+    gives,
     inside,
     prints,
     raises,
@@ -22,13 +23,14 @@ from tests.helpers.fake_cluster import (
 )
 from tests.helpers.waiting import PATIENCE_S, wait_until
 from tests.reports.test_inspect_table import FOUND, FULL, GATHERED
+from workbench.base.fault import LATE, Fault
 from workbench.cluster.pending_replies import Answer, Output
 from workbench.errors import Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.breakpoints import EVENTS, nearest
 from workbench.protocol.commands import Abort, Break, Continue, Evaluate, Inspect, Next, Pause
-from workbench.protocol.rank_messages import GiveUp, JobReply, SetBreakpoints
+from workbench.protocol.rank_messages import CellLine, GiveUp, JobReply, SetBreakpoints
 from workbench.reports.pause_reports import StopReport
-from workbench.session import waiter
+from workbench.session import session, waiter
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.waiter import ASK_S, PATIENT_S
 from workbench.workbench import Workbench
@@ -120,7 +122,8 @@ def test_until_is_not_a_breakpoint_to_turn_off_or_clear(wb):
 
 
 def test_a_breakpoint_stops_at_every_such_event(wb):
-    assert str(wb.break_add("reduce_scatter:*")).startswith("breakpoint 1: reduce_scatter:*")
+    assert str(wb.break_add("reduce_scatter:*")) == "breakpoint 1: reduce_scatter:*"
+    assert str(wb.break_list()).splitlines()[1:] == ["  1  reduce_scatter:*"]
     report = wb.step(1)
     found = [ordinals(report)[0]]
     assert "stopped by  breakpoint 1: reduce_scatter:*" in str(report)
@@ -197,6 +200,29 @@ def test_one_ctrl_c_stops_all_ranks_at_one_event(wb):
     assert len(set(ordinals(report).values())) == 1
     assert wb.requests("give up") == wb.requests("interrupt") == []
     assert isinstance(wb.abort().headline, str)
+
+
+@pytest.mark.parametrize(
+    ("rule", "now"),
+    [
+        ("uneven-batches", "%fsdp abort, as continue would only wait again; before it, %fsdp where, inspect FQN, "),
+        (LATE, "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"),
+    ],
+)
+def test_a_stop_of_ranks_that_wait_keeps_the_cause(wb, monkeypatch, rule, now):
+    cause = Fault(rule=rule, verdict="rank 3 has ended", fix="end together")
+    for name in ("stall_cause", "parted"):
+        monkeypatch.setattr(session, name, lambda trace, positions: cause)
+    wb.fake.script["step"] = [inside, inside, inside, gives(step_result(1))]
+    for gate in wb.fake.gates:
+        gate.waits = True
+    press_ctrl_c_on_drain(wb.fake, 1)
+    facts = dict(wb.step(1).facts())
+    assert (facts["fault"], facts["fix"]) == (cause.verdict, cause.fix)
+    assert facts["now"].startswith(now)
+    assert wb.where().cause == cause
+    assert wb.explain().problem == cause.verdict
+    wb.abort()
 
 
 def test_ranks_at_different_events_run_to_the_furthest(wb):
@@ -684,6 +710,9 @@ def test_a_cell_inside_a_step(wb):
         gate.jobs = lambda rank, job: failed("ValueError", "no")
     with pytest.raises(RankError, match="the step is still stopped"):
         wb.run_cell("go")
+    line = CellLine(line=2, function="<module>", text="dist.barrier()")
+    wb.fake.lines = {0: replace(line, inside="cell"), 1: line}  # that of rank 1 is of its step
+    assert "rank 0 held, in dist.barrier() at line 2 of the cell; ranks 1-3 held\n" in str(wb.where())
     assert wb.resume().steps_done == 1
 
 

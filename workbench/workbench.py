@@ -728,14 +728,16 @@ class Workbench:
         """
         session = self._started()
         if session.request is not None and session.request.state == "stopped":
-            return self._cell_inside(session, code, ranks, on_output)
+            return self._cell_inside(session, code, ranks, on_output, on_standing)
         listener = RequestListener(on_output=on_output, on_standing=on_standing)
         return cast(CellReport | StopReport, session.run_cell(code, ranks, listener))
 
     @staticmethod
-    def _cell_inside(session: Session, code: str, ranks: Sequence[int] | None, on_output: OnOutput) -> CellReport:
+    def _cell_inside(
+        session: Session, code: str, ranks: Sequence[int] | None, on_output: OnOutput, on_standing: OnStanding
+    ) -> CellReport:
         """Run a cell in the stopped step's own threads."""
-        inside = session.do_inside("run a cell in", RunCell(code=code), ranks)
+        inside = session.do_inside("run a cell in", RunCell(code=code), ranks, on_standing)
         texts = {rank: done.text for rank, done in sorted(inside.done.items())}
         for rank, text in texts.items():
             session.output.write(rank, text)
@@ -775,6 +777,7 @@ class Workbench:
             result = self._do(command, on_progress, on_output, on_standing, on_wait, on_notice)
         except WorkbenchError as error:
             self._note_training(command, error)
+            self._note_failed(command)
             raise
         self._note_training(command, None)
         return self._introduced(result)
@@ -1038,7 +1041,14 @@ class Workbench:
         by_rank = {rank: done.inspected for rank, done in inside.done.items() if done.inspected is not None}
         return InspectReport(fqn=fqn, by_rank=by_rank, not_queried=inside.others)
 
-    def evaluate(self, expr: str, ranks: Sequence[int] | None = None, *, frame: int = 0) -> EvalReport:
+    def evaluate(
+        self,
+        expr: str,
+        ranks: Sequence[int] | None = None,
+        *,
+        frame: int = 0,
+        on_standing: OnStanding = no_standing,
+    ) -> EvalReport:
         """Return a Python expression's value on stopped ranks (``%fsdp eval``), evaluated in the step's own thread.
 
         Names are looked up in the active functions, innermost first, and then in the cells' variables.
@@ -1047,13 +1057,14 @@ class Workbench:
             expr: the expression.
             ranks: the ranks that evaluate it; None: all held ranks.
             frame: index of the function at which the search for names begins: 0 the innermost, 1 its caller.
+            on_standing: as for :meth:`run_cell`.
 
         Raises:
             UsageError: nothing is stopped, or the expression waits for ranks that would not evaluate it.
             RankError: it raised; the ranks stay stopped.
         """
         command = made(Evaluate, expr, tuple(ranks or ()), frame=frame)
-        inside = self._started().do_inside("eval", command, ranks)
+        inside = self._started().do_inside("eval", command, ranks, on_standing)
         if inside.error is not None:
             raise inside.error
         texts = {rank: done.text for rank, done in inside.done.items()}
@@ -1249,6 +1260,9 @@ class Workbench:
             UsageError: nothing is recorded, or there is no such step, unit or rank.
         """
         self._check_looks("explain")
+        cause = None if subject or step is not None or self._session is None else self._session.stop_cause
+        if cause is not None:  # more than any step that has ended
+            return ExplainReport(faults=(cause,), num_checks=1, subject=subject, step=None, answer=cause)
         models = next(iter(self.models().values()), ())
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
 
@@ -1426,6 +1440,11 @@ class Workbench:
     def note(self, command: Command, source: Source) -> None:
         """Add ``command``, given by ``source`` now, to the history."""
         self._past.append(PastCommand(line=f"%fsdp {to_text(command)}", source=source, t_s=time.time()))
+
+    def _note_failed(self, command: Command) -> None:
+        """Mark ``command`` in the history, if it is the newest there."""
+        if self._past and self._past[-1].line == f"%fsdp {to_text(command)}":
+            self._past[-1] = dataclasses.replace(self._past[-1], failed=True)
 
     def history(self, n: int = 0) -> HistoryReport:
         """Return the newest ``n`` commands of the history; 0: all that it keeps."""

@@ -38,7 +38,8 @@ export class Pictures {
   /** Run a command that draws, and show its picture, in the tab of the same command and notebook if there is one. */
   async draw(model: PanelModel, notebook: NotebookPanel | null, command: Typed): Promise<void> {
     const data = await model.show(command);
-    if (data !== null) await this.show(notebook, wordOf(command), data, asOf(model.state));
+    const word = wordOf(command);
+    if (data !== null) await this.show(notebook, word, data, asOf(model.state, word));
   }
 
   /** Show data, by MIME type: a text with a figure below it, or what is preferred among the types; `when` is above. */
@@ -92,7 +93,7 @@ export class Pictures {
     content.addClass("fsdp-Picture");
     const tab = new MainAreaWidget({ content });
     tab.id = id;
-    tab.title.label = `FSDP: ${name}`;
+    tab.title.label = `${name} (FSDP)`; // a narrow tab shows its begin
     tab.title.caption = notebook === null ? "" : `${name} of ${notebook.context.path}`;
     tab.title.icon = shardsIcon;
     tab.title.closable = true;

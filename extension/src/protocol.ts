@@ -195,6 +195,7 @@ export interface State extends PanelMessage {
   readonly is_recorded: boolean;
   readonly record: string;
   readonly said: string;
+  readonly fault: string;
 }
 
 export interface WrapClass {
@@ -294,6 +295,7 @@ export interface PastCommand {
   readonly line: string;
   readonly source: "cell" | "panel" | "tool";
   readonly t_s: number;
+  readonly failed: boolean;
 }
 
 export interface CommandHistory extends PanelMessage {
@@ -348,6 +350,7 @@ export interface RunStatus {
   readonly word: "training" | "stuck" | "stopped" | "idle" | "recorded" | "over" | "dead" | "empty";
   readonly why: string;
   readonly can_go_on: boolean;
+  readonly fault: string;
 }
 
 export interface RanksAt {

@@ -124,10 +124,10 @@ export function todo({ isKnown, hasModel, isSharded, hasStep }: Prepared): strin
 }
 
 /** At which step a picture or a table shows the ranks: it stays as it is while they train. Empty: none is recorded. */
-export function asOf(state: State | null): string {
+export function asOf(state: State | null, word: string): string {
   const step = state?.training.step ?? -1;
   if (step < 0) return "";
-  return `as of step ${step}${state?.request?.is_stopped === true ? ", stopped inside it" : ""}; the same button shows it anew`;
+  return `as of step ${step}${state?.request?.is_stopped === true ? ", stopped inside it" : ""}; press ${word.slice(0, 1).toUpperCase()}${word.slice(1)} again to refresh`;
 }
 
 /** Why ranks can be neither started nor stopped now, a sentence; empty: they can. */
@@ -215,6 +215,11 @@ export function originOf({ ranks, step }: OutputLine): string {
   return [ranges(ranks), step === null ? "" : `step ${step}`].filter(Boolean).join(" \u00b7 ");
 }
 
+/** That a fault is injected, and which one unless it is hidden; empty: none is. */
+function faultOn({ fault }: State): string {
+  return fault === "" ? "" : fault === "random" ? "fault on" : `fault on: ${fault}`;
+}
+
 /** The state in one line. `isGivingUp`: an abort was requested and has not ended. */
 export function headline(state: State, isGivingUp = false): Headline {
   const gone = state.ranks.filter(({ health }) => health === "gone");
@@ -245,11 +250,11 @@ export function headline(state: State, isGivingUp = false): Headline {
     const place = request.stop.replace(/, step \d+$/, "");
     return { tone: "held", text: `${request.stop}${because}`, short: `${place}${short && ` (${short})`}` };
   }
-  if (request !== null) return { tone: "busy", text: [request.line, progress(state)].filter(Boolean).join(": ") };
+  if (request !== null) return { tone: "busy", text: [request.line, progress(state), faultOn(state)].filter(Boolean).join(": ") };
   if (!cluster.is_running) return { tone: "plain", text: "No ranks" };
   const ranks = count(state.ranks.length, "rank");
   if (cluster.exchange === "start") return { tone: "busy", text: `${ranks}: one that died is being replaced` };
-  return { tone: "plain", text: `${ranks}, idle` };
+  return { tone: "plain", text: [`${ranks}, idle`, faultOn(state)].filter(Boolean).join(", ") };
 }
 
 /** The host of the ranks, or the number of hosts. */
@@ -302,8 +307,9 @@ export function statusLine(standing: Standing, state: State | null): Headline | 
   const parts = [
     `FSDP: ${count(state.ranks.length, "rank")}`,
     loss === null ? "" : `loss ${formatLoss(loss)}`,
-    rate === null ? "" : `${rate.toPrecision(3)} steps/s`,
+    rate === null ? "" : `${rate < 100 ? rate.toPrecision(3) : Math.round(rate).toLocaleString("en")} steps/s`,
     progress(state),
+    faultOn(state),
   ];
   return { tone: head.tone, text: parts.filter(Boolean).join(" \u00b7 ") };
 }

@@ -199,7 +199,8 @@ export const ANSWERS = {
     "output": 3,
     "is_recorded": true,
     "record": "",
-    "said": ""
+    "said": "",
+    "fault": ""
   },
   "models": {
     "word": "models",
@@ -326,7 +327,8 @@ export const ANSWERS = {
       {
         "line": "%fsdp start",
         "source": "panel",
-        "t_s": 1.5
+        "t_s": 1.5,
+        "failed": false
       }
     ]
   },

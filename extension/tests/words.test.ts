@@ -271,6 +271,8 @@ describe("the headline", () => {
     expect(announcement(state({ request: STEP }), true)).toBe("Aborting %fsdp step 40\u2026");
     expect(headline(state(), true).text).toBe("2 ranks, idle");
     const { cluster } = state();
+    expect(headline(state({ fault: "random" })).text).toBe("2 ranks, idle, fault on");
+    expect(headline(state({ fault: "straggler" })).text).toBe("2 ranks, idle, fault on: straggler");
     const healing = headline(state({ cluster: { ...cluster, exchange: "start" } }));
     expect(healing).toEqual({ tone: "busy", text: "2 ranks: one that died is being replaced" });
   });
@@ -282,11 +284,11 @@ describe("the headline", () => {
 
 it.each([
   [-1, null, ""],
-  [4, null, "as of step 4; the same button shows it anew"],
-  [5, STOPPED, "as of step 5, stopped inside it; the same button shows it anew"],
+  [4, null, "as of step 4; press Layout again to refresh"],
+  [5, STOPPED, "as of step 5, stopped inside it; press Layout again to refresh"],
 ])("a picture says that it shows step %d", (step, request, words) => {
   const now = state({ request });
-  expect(asOf({ ...now, training: { ...now.training, step } })).toBe(words);
+  expect(asOf({ ...now, training: { ...now.training, step } }, "layout")).toBe(words);
 });
 
 describe("what a screen reader is told", () => {
@@ -307,6 +309,7 @@ describe("the status line", () => {
 
   it("has ranks, loss and steps a second", () => {
     expect(statusLine({ kind: "live" }, state({ training }))?.text).toBe("FSDP: 2 ranks \u00b7 loss 2.303 \u00b7 3.14 steps/s");
+    expect(statusLine({ kind: "live" }, state({ training: { ...training, steps_per_s: 93_900 } }))?.text).toContain("93,900 steps/s");
     const small = { ...training, loss: 0.000003975 };
     expect(statusLine({ kind: "live" }, state({ training: small }))?.text).toContain("loss 3.975e-6 ");
   });

@@ -139,7 +139,7 @@ def test_a_running_step_is_paused_inspected_and_continued(lab):
     expect(result).to_have_css("white-space", "pre")  # a table: its columns stay aligned
     result.focus()  # so that keys scroll it
     expect(result).to_be_focused()
-    tab = lab.page.get_by_role("tab", name="FSDP: inspect")
+    tab = lab.page.get_by_role("tab", name="inspect (FSDP)")
     expect(tab).to_be_visible()
     table = lab.page.locator(".fsdp-Picture:visible table").last
     expect(table).to_contain_text("rank 1")
@@ -174,7 +174,7 @@ def test_a_breakpoint_is_set_on_a_unit_turned_off_and_cleared(lab):
 def test_the_layout_of_a_unit_opens_in_its_own_tab(lab):
     section(lab, "Units").locator("[data-fsdp-unit='blocks.1'] .fsdp-Unit-row").click(button="right")
     lab.page.get_by_text("Show in Layout").click()
-    expect(lab.page.get_by_role("tab", name="FSDP: layout")).to_be_visible()
+    expect(lab.page.get_by_role("tab", name="layout (FSDP)")).to_be_visible()
     figure = lab.page.locator(".jp-MainAreaWidget .js-plotly-plot")
     expect(figure.locator(".gtitle")).to_contain_text("blocks.1")
     expect(figure).to_contain_text("norm.weight")
@@ -185,7 +185,7 @@ def test_the_layout_of_a_unit_opens_in_its_own_tab(lab):
     lab.page.wait_for_function(SEEN_BY_SCROLLING)
     shot(lab, "layout_narrow")
     lab.page.set_viewport_size({"width": 1400, "height": 1100})
-    lab.page.get_by_role("tab", name="FSDP: layout").locator(".lm-TabBar-tabCloseIcon").click()
+    lab.page.get_by_role("tab", name="layout (FSDP)").locator(".lm-TabBar-tabCloseIcon").click()
     expect(headline(lab)).to_contain_text("of 100000 steps")  # training continued
 
 

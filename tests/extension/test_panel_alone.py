@@ -132,7 +132,7 @@ def test_it_is_sharded_and_trained_by_buttons(lab):
 @pytest.mark.parametrize("word", VIEWS)
 def test_every_view_has_a_button_a_command_and_a_tab(lab, word):
     view(lab, word.capitalize()).click()
-    tab = lab.page.get_by_role("tab", name=f"FSDP: {word}", exact=True)
+    tab = lab.page.get_by_role("tab", name=f"{word} (FSDP)", exact=True)
     expect(tab).to_be_visible()
     expect(lab.page.locator(".fsdp-Picture:visible .js-plotly-plot .main-svg").first).to_be_visible()
     run(lab, f"fsdp:view-{word}")
@@ -145,11 +145,11 @@ def test_an_explanation_is_shown_with_its_picture_below_it(lab):
     views = section(lab, "Views")
     views.get_by_label("Explain").fill("step")
     view(lab, "Explain").click()
-    tab = lab.page.get_by_role("tab", name="FSDP: explain", exact=True)
+    tab = lab.page.get_by_role("tab", name="explain (FSDP)", exact=True)
     expect(tab).to_be_visible()
     shown = lab.page.locator(".fsdp-Picture:visible")
     expect(shown.locator("strong")).to_contain_text("step 1 took ")
-    expect(shown.locator("> .fsdp-note")).to_have_text("as of step 1; the same button shows it anew")
+    expect(shown.locator("> .fsdp-note")).to_have_text("as of step 1; press Explain again to refresh")
     expect(shown.locator(".gtitle")).to_contain_text("Step 1: ")
     shown.get_by_role("button", name=re.compile("^rank 1: ")).click()  # a line of evidence
     expect(shown.locator('.shapelayer path[style*="stroke-width: 3px"]')).to_have_count(1)
@@ -187,7 +187,7 @@ def test_a_truncated_reply_can_be_shown_in_a_tab(lab):
     expect(reply(lab)).to_contain_text("'one line of")
     reply(lab).get_by_role("button", name="Show in a tab").click()
     shot(lab, "long_reply")
-    tab = lab.page.get_by_role("tab", name="FSDP: export", exact=True)
+    tab = lab.page.get_by_role("tab", name="export (FSDP)", exact=True)
     expect(tab).to_be_visible()
     tab.locator(".lm-TabBar-tabCloseIcon").click()
 
@@ -211,7 +211,7 @@ def test_the_panel_follows_the_dashboard_in_front(lab):
     expect(dashboard(lab).locator(".fw-badge")).to_contain_text("idle")
     to(lab, "other.ipynb")
     expect(section(lab, "Ranks")).to_have_count(0)
-    lab.page.get_by_role("tab", name="FSDP: run", exact=True).click()
+    lab.page.get_by_role("tab", name="run (FSDP)", exact=True).click()
     expect(panel(lab).locator(".fsdp-Whose")).to_have_text("run.ipynb")
     expect(section(lab, "Ranks").get_by_role("listitem")).to_have_count(2)
 
@@ -253,7 +253,7 @@ def test_a_record_is_exported_opened_and_compared(lab):
     expect(panel(lab)).to_contain_text("run.trace is open, without ranks.")
     expect(section(lab, "Units").get_by_role("treeitem")).to_have_count(6)
     record.get_by_role("button", name="Compare").click()
-    expect(lab.page.get_by_role("tab", name="FSDP: compare")).to_be_visible()
+    expect(lab.page.get_by_role("tab", name="compare (FSDP)")).to_be_visible()
     shot(lab, "record")
     expect(headline(lab)).to_have_count(0)
 

@@ -140,7 +140,10 @@ class FakeGate:
         self.breakpoints = tuple(b for b in self.breakpoints if not b.once)
 
     def advance(self) -> None:
-        """Reach the next event: hold there, or pass it."""
+        """Reach the next event: hold there, or pass it; a pause holds a rank that waits in its wait."""
+        if self.answer is not None and not self.held and self.waits and isinstance(self.mode, Pause):
+            place = StepPosition(0, len(self.program))
+            self.held = Hold(place=place, kind=Kind.WAIT, edge=Edge.BEGIN, phase=Phase.FORWARD)
         if self.answer is None or self.held or self.late or self.waits:
             return
         if self.ordinal == len(self.program):
@@ -311,6 +314,7 @@ class FakeCluster:
         self.silent: set[int] = set()
         self.patience: list[tuple[str, float]] = []  # (word, timeout in seconds) of each control-channel request
         self.unfinished: dict[int, int] = {}
+        self.fault = ""
         self.lines: dict[int, CellLine] = {}
         self.optimizer_steps = dict.fromkeys(range(num_ranks), 0)
         self.commands = dict.fromkeys(range(num_ranks), 0)
@@ -475,6 +479,7 @@ class FakeCluster:
             unfinished=self.unfinished.get(rank, 0),
             optimizer_steps=self.optimizer_steps[rank],
             commands=self.commands[rank],
+            fault=self.fault,
         )
 
     def interrupt(self, ranks: Iterable[int] | None = None) -> None:
@@ -539,6 +544,7 @@ def step_result(steps: int) -> dict[str, Any]:
         "unreduced": [],
         "unsharded": [],
         "never_cleared": [],
+        "never_reduced": [],
         "snapshot_bytes": 0,
         "rows": [],
         "saved": [],

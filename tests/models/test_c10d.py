@@ -407,7 +407,7 @@ def in_a_new_world():
 
 
 def test_a_group_with_the_name_of_an_earlier_one_is_another():
-    assert watch(2, in_a_new_world).results == [["c10d group 0", "c10d group 0, new 1"]] * 2
+    assert watch(2, in_a_new_world).results == [["c10d group 0", "c10d group 0 (rebuild 1)"]] * 2
 
 
 def again():

@@ -17,7 +17,7 @@ from tests.runtime.test_commands import trace_of
 from tests.runtime.test_gate import sharded, undisturbed, weights
 from workbench.events import UnitState
 from workbench.protocol.commands import Continue, Evaluate, Inspect, Step
-from workbench.protocol.rank_messages import Forget, JobError, RunCell, Stacks
+from workbench.protocol.rank_messages import Forget, JobError, LocateLine, RunCell, Stacks
 from workbench.trace.invariants import check
 
 
@@ -273,6 +273,7 @@ def failures():
             channel.expression("for"),
             channel.expression("exit()"),
             channel.cell("a = 1\nb = unknown\n"),
+            channel.expression("x"),
             channel.job(Inspect(fqn="blocks.1.mlp.0.weigth")),
         ]
         return answers, channel.where().held.kind.key, ns["a"]
@@ -284,7 +285,8 @@ def test_an_exception_is_one_line_and_the_stop_remains():
     ((answers, held, assigned),) = run(1, failures)
     assert held == "backward"
     assert assigned == 1
-    assert [a.error is None for a in answers] == [False] * 5
+    assert "nearest" not in answers[4].error.evalue  # no builtins such as hex or max
+    assert [a.error is None for a in answers] == [False] * 6
     errors = [a.error for a in answers]
     assert errors[0] == JobError(
         ename="ZeroDivisionError",
@@ -297,8 +299,8 @@ def test_an_exception_is_one_line_and_the_stop_remains():
     assert "b = unknown" in errors[3].traceback
     assert errors[3].evalue.endswith("in backward, forward has returned and its variables are gone")
     assert "workbench" not in errors[3].traceback
-    assert errors[4].ename == "UsageError"
-    assert "nearest: blocks.1.mlp.0.weight" in errors[4].evalue
+    assert errors[5].ename == "UsageError"
+    assert "nearest: blocks.1.mlp.0.weight" in errors[5].evalue
 
 
 def cells():
@@ -341,17 +343,20 @@ def interrupted_job():
     def script(channel, ns):
         channel.send("loop", RunCell(code="began = True\nwhile True:\n    pass"))
         channel.until(lambda where: "began" in ns)
+        line = channel(LocateLine())
         channel.send("later", Evaluate(expr="1 + 1"))
         os.kill(os.getpid(), signal.SIGINT)
         where = channel.until(lambda where: "later" in where.tickets)
         channel(Forget(tickets=("loop",)))
-        return where, list(channel.where().tickets)
+        return where, list(channel.where().tickets), (line.inside, line.line in (2, 3)), channel(LocateLine())
 
     return stopped_at("forward", "blocks.1", script)
 
 
 def test_an_interrupt_ends_the_cell_that_runs_and_not_the_stop():
-    ((where, left),) = run(1, interrupted_job)
+    ((where, left, line, afterwards),) = run(1, interrupted_job)
+    assert line == ("cell", True)
+    assert getattr(afterwards, "inside", "") == ""
     assert where.held is not None
     assert where.tickets["loop"].error.ename == "KeyboardInterrupt"
     assert where.tickets["later"].text == "2"

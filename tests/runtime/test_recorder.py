@@ -437,7 +437,12 @@ def test_groups_of_one_name_are_numbered():
     recorder = Recorder(Header())
     for index, name in enumerate(("shard", "shard", "", "shard")):
         recorder.comm_group(index, (0,), name)
-    assert [group.name for group in recorder.header.comm_groups] == ["shard", "shard, new 1", "group 2", "shard, new 2"]
+    assert [group.name for group in recorder.header.comm_groups] == [
+        "shard",
+        "shard (rebuild 1)",
+        "group 2",
+        "shard (rebuild 2)",
+    ]
 
 
 def test_checksums_of_buffers_are_those_of_this_rank():

@@ -40,6 +40,19 @@ def test_a_future_is_no_loss():
     loop.close()
 
 
+def exhausted():
+    batches = iter([])
+    namespace()["train_step"] = lambda: next(batches)
+    with pytest.raises(RuntimeError) as caught:
+        execute(Step())
+    return str(caught.value), caught.traceback[-1].path.name
+
+
+def test_an_iterator_without_more_batches_is_named():
+    words = "the iterator batches has no more batches: make another one when it ends"
+    assert run(1, exhausted) == [(words, "test_trainer.py")]
+
+
 # ---- steps without a collective
 
 

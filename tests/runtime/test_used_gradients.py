@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.booted_ranks import execute, models_here, namespace, run
+from tests.runtime.test_gate import sharded
 from workbench import engine as ours
 from workbench.engine import classic
 from workbench.protocol.commands import Step, StepReply
@@ -247,10 +248,25 @@ def test_other_loops():
     assert {name for name, found in replies.items() if found} == {"forgotten", "forgotten again"}
 
 
+def left_off():
+    ns = sharded()
+    replies = []
+    for is_on in (False, True):
+        ns["model"].set_requires_gradient_sync(is_on)
+        replies += [execute(Step(count=2))["never_reduced"]]
+    return replies
+
+
+def test_an_optimizer_that_steps_without_reduced_gradients():
+    assert run(2, left_off) == [[["opt"], []]] * 2
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_the_sentence_names_the_optimizer_once(ranks):
+def test_the_sentences_name_the_optimizer_once(ranks):
     quiet = {"steps_done": 1, "losses": None, "seconds": (0.2,), "optimizer_steps": 1, "first_step": 0}
-    replies = [StepReply(**quiet, never_cleared=("opt",) if rank in ranks else ()) for rank in range(2)]
+    names = [("opt",) if rank in ranks else () for rank in range(2)]
+    replies = [StepReply(**quiet, never_cleared=each, never_reduced=each) for each in names]
     assert step_report(replies).notes == (
         "nothing clears the gradients that opt has used, and the next backward adds to them: opt.zero_grad()",
+        "gradients were not reduced over the ranks before the step of opt; %fsdp lint says what to change",
     )

@@ -1,11 +1,26 @@
+import signal
+
 import pytest
 
-from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
+from workbench.errors import ClusterError, RankDied, RankError, UsageError
 from workbench.events import Edge, Kind
 from workbench.protocol.commands import Evaluate, Inspect
-from workbench.protocol.rank_messages import Forget, Hold, Job, JobError, JobReply, Position, RunCell, StepPosition
-from workbench.session.remote_eval import JobRanks, RemoteEval, check_held, group_maker_in, to_error
+from workbench.protocol.rank_messages import (
+    CellLine,
+    Forget,
+    Hold,
+    Job,
+    JobError,
+    JobReply,
+    LocateLine,
+    Position,
+    RunCell,
+    StepPosition,
+)
+from workbench.session import remote_eval
+from workbench.session.remote_eval import JobRanks, RemoteEval, abandoned, check_held, group_maker_in, to_error
 
+LINE = CellLine(line=2, function="<module>", text="dist.barrier()", inside="cell")
 HELD = Hold(place=StepPosition(0, 1), kind=Kind.FORWARD, edge=Edge.BEGIN)
 
 
@@ -24,7 +39,11 @@ class Channel:
                 return dict.fromkeys(ranks, self.accepted)
             case Forget():
                 return dict.fromkeys(ranks)
+            case LocateLine():
+                return dict.fromkeys(ranks, LINE)
         answer = self.where.pop(0)
+        if isinstance(answer, dict):  # by rank
+            return {rank: self.position(answer.get(rank, "not yet")) for rank in ranks}
         return {rank: answer if isinstance(answer, Exception) else self.position(answer) for rank in ranks}
 
     def position(self, answer):
@@ -67,19 +86,23 @@ def test_a_rank_that_continues_meanwhile():
         jobs(channel, [0]).run(RunCell(code="x"))
 
 
-def test_ctrl_c_reaches_the_ranks_and_a_second_one_ends_the_wait():
-    import signal
+def test_ranks_that_do_not_end_a_cell_are_named_and_a_second_ctrl_c_leaves_them(monkeypatch):
+    monkeypatch.setattr(remote_eval, "INTERRUPTED_S", 0.0)
+    channel, sentences = Channel(*[{1: "done"}] * 9), []
 
-    class Pressed(Channel):
-        def position(self, answer):
-            signal.raise_signal(signal.SIGINT)
-            return super().position(answer)
+    def press(sentence):
+        sentences.append(sentence)
+        signal.raise_signal(signal.SIGINT)
 
-    channel = Pressed(*["not yet"] * 9)
-    with pytest.raises(Interrupted, match="no longer waits for rank 0"):
-        jobs(channel, [0]).run(RunCell(code="x"))
-    assert channel.interrupted == [(0,)]
-    assert channel.sent[-1] == "forget"
+    company = JobRanks(ranks=[0, 1], held=[0, 1], num_ranks=2)
+    done = RemoteEval(channel, company, press, quiet_s=0.0).run(RunCell(code="x"))
+    place = "rank 0 has run for 0 s, in dist.barrier() at line 2 of the cell; rank 1 has ended"
+    assert sentences == [place, f"{place}; Ctrl-C did not end this, Ctrl-C again stops waiting"]
+    assert (done, channel.interrupted, channel.sent[-1]) == ({1: JobReply(text="7")}, [(0,)], "forget")
+    assert str(abandoned({0: LINE, 2: None})) == (
+        "Interrupted; the notebook no longer waits for rank 0, in dist.barrier() at line 2 of the cell; rank 2: "
+        "%fsdp abort ends this and the step"
+    )
 
 
 def test_code_for_some_ranks_carries_that_information():

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.helpers.held_ranks import aborted
 from tests.helpers.trace_strategies import example_trace
 from workbench.errors import UsageError
 from workbench.events import Kind
@@ -49,6 +50,22 @@ def recorded():
 )
 def test_steps_of_the_current_trace(text, name, found):
     called, trace = side(text, recorded)
+    assert (called, steps(trace)) == (name, found)
+
+
+@pytest.mark.parametrize(
+    ("step", "text", "name", "found"),
+    [
+        (5, "-1", "this run, step 4", [4]),
+        (5, "-2..", "this run, steps 3-5 (5 aborted)", [3, 4, 5]),
+        (5, "5", "this run, step 5 (aborted)", [5]),
+        (2, "2", "this run, step 2 (aborted)", [2]),
+        (2, "1..4", "this run, steps 1-4 (2 aborted)", [1, 2, 3, 4]),
+        (2, "-4", "this run, step 1", [1]),
+    ],
+)
+def test_steps_without_an_end(step, text, name, found):
+    called, trace = side(text, lambda: aborted(recorded(), step, 0.5))
     assert (called, steps(trace)) == (name, found)
 
 

@@ -303,7 +303,7 @@ def test_it_reports_the_end_and_then_shows_new_ranks(shown):
     )
     assert over["ranks"].startswith("rank 1gone"), "first, as there may be no room for all"
     enabled = set(page.locator(".fw-buttons button:not([aria-disabled='true'])").all_inner_texts())
-    assert enabled <= {"pause", "abort", "hold last step", "\u25cb latest"}
+    assert enabled <= {"pause", "abort", "freeze view", "\u25cb latest"}
     assert over["loss"] == working["loss"]
 
     workbench.running, workbench.losses = False, {}
@@ -364,12 +364,14 @@ def test_next_has_sizes_and_break_takes_an_event(chromium, tmp_path, kept):
         def break_add(self, event):
             self.pressed.append(("break", event))
 
-    workbench = Stops(positions=dict.fromkeys(range(4), HELD))
+    workbench = Stops(positions=dict.fromkeys(range(4), replace(HELD, fault="random")))
     with showing(chromium, tmp_path, kept(DashboardWidget(workbench))) as (page, widget):
         page.wait_for_function("view.buttons.buttons.get('next').ariaDisabled === 'false'")
+        assert page.locator(".fw-fault-on").inner_text() == "fault on \u2715"
         assert page.locator(".fw-size option").all_inner_texts() == list(NEXT)
         page.locator(".fw-size").select_option("unit")
         page.locator(".fw-next").click()
+        assert page.locator(".fw-break").get_attribute("aria-disabled") == "true"  # which event is not typed yet
         page.locator(".fw-place").fill("all_gather:blocks.2")
         page.locator(".fw-place").press("Enter")
         presses = [question for question in page.evaluate("model.asked") if question["word"] == "press"]

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 from workbench.events import unit_words
 
+LATE = "late-rank"
+"""Rule of the fault that the others wait for a rank that is busy elsewhere."""
+
 _MAX_LISTED = 12  # names in a sentence
 _MAX_LETTERS = 80  # characters of one name
 
@@ -30,6 +33,11 @@ class Fault:
     def facts(self) -> list[tuple[str, str]]:
         """Return the evidence and the fix as (name, text), in display order."""
         return [*(("evidence", text) for text in self.evidence), *([("fix", self.fix)] if self.fix else [])]
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether ranks that wait may still continue: the rank that they wait for is only late."""
+        return self.rule == LATE
 
     @property
     def sentence(self) -> str:

@@ -325,7 +325,7 @@ class InitialState:
         buttons: names of the buttons.
         panels: panels to show.
         sizes: what ``next`` can stop at.
-        faults: what ``fault`` can inject, and ``off``.
+        faults: what ``fault`` can inject.
     """
 
     buttons: tuple[str, ...]
@@ -565,6 +565,7 @@ class State(PanelMessage):
         is_recorded: whether there is something to draw and to export.
         record: name of the open trace file; empty: the ranks' own record.
         said: what is shown, or what to do first, one sentence; empty while ranks train.
+        fault: name of the fault that is injected, ``random`` while it is hidden; empty: none is.
     """
 
     word: ClassVar[str] = "state"
@@ -581,6 +582,7 @@ class State(PanelMessage):
     is_recorded: bool
     record: str
     said: str
+    fault: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -894,11 +896,13 @@ class RunStatus:
         word: the status; ``empty``: nothing is recorded yet; ``over``: no ranks are running, and their record is shown.
         why: the reason; empty: there is none.
         can_go_on: whether ``continue`` works; a notebook learns of a stop a moment after the ranks have stopped.
+        fault: name of the fault that is injected, ``random`` while it is hidden; empty: none is.
     """
 
     word: Literal["training", "stuck", "stopped", "idle", "recorded", "over", "dead", "empty"]
     why: str
     can_go_on: bool = False
+    fault: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,6 +73,7 @@ def panel_state(number: int, live: LiveTrace, cluster: ClusterState, known_units
             is_recorded=trace.num_rows > 0,
             record=pulse.record,
             said=said(pulse),
+            fault=pulse.fault,
         )
 
 

@@ -36,7 +36,7 @@ from workbench.live.messages import (
 )
 from workbench.live.view_server import ViewServer
 from workbench.protocol.commands import NEXT
-from workbench.protocol.fault_kinds import KINDS, RANDOM, REMOVE
+from workbench.protocol.fault_kinds import KINDS, RANDOM
 
 BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {"background": True}),
@@ -52,7 +52,7 @@ BUTTONS: dict[str, tuple[str, dict[str, Any]]] = {
 ARGUED = ("next", "break", "fault")
 """Buttons whose method takes the value chosen or typed next to them as its first argument."""
 
-FAULTS = (RANDOM, *KINDS, REMOVE)
+FAULTS = (RANDOM, *KINDS)
 """What ``fault`` can be pressed for, in the order of the list."""
 
 ON_BREAKPOINTS = {"break on": "break_on", "break off": "break_off", "break clear": "break_clear"}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from workbench.base.codec import encode
@@ -140,7 +141,7 @@ class ViewServer:
             begin_us=self._fold.to_us(first_ns(trace)),
             health=health(pulse),
             breakpoints=breakpoints(pulse),
-            status=status(pulse, begin - self._newest_at),
+            status=replace(status(pulse, begin - self._newest_at), fault=pulse.fault),
             whose=whose(header, os.getpid()) if pulse.running else "",
             late=slowest(new.steps[-1]) if len(new.steps) else None,
             change=change,

@@ -216,7 +216,7 @@ class CollectiveWatch:
         return _Group(index)
 
     def _name_of(self, group: dist.ProcessGroup) -> str:
-        again = f", new {self.num_renewals}" if self.num_renewals else ""
+        again = f" (rebuild {self.num_renewals})" if self.num_renewals else ""
         return f"c10d group {group.group_name}{again}"
 
     def _between(self, group: dist.ProcessGroup, kind: Kind, peer: int) -> _Group | None:

@@ -645,6 +645,7 @@ class StepReply:
         first_step: number of the first of the steps.
         unreduced: names of units, root ``""`` included, with gradients that were not reduced after a step.
         never_cleared: optimizers, by variable, whose steps used gradients of their last step again.
+        never_reduced: optimizers, by variable, whose newest step lacked gradients that were not reduced.
         saved: the checkpoints that were saved meanwhile.
         snapshot_bytes: bytes of the snapshots that it keeps; 0: none were taken.
         unsharded: variables of the models that optimizers trained, if no collective was issued and none is sharded.
@@ -659,6 +660,7 @@ class StepReply:
     unreduced: tuple[str, ...] = ()
     unsharded: tuple[str, ...] = ()
     never_cleared: tuple[str, ...] = ()
+    never_reduced: tuple[str, ...] = ()
     rows: tuple[int, ...] = ()
     saved: tuple[SaveReply, ...] = ()
     snapshot_bytes: int = 0

@@ -214,6 +214,11 @@ class FaultReply:
     notes: tuple[str, ...] = ()
 
     @property
+    def shown_name(self) -> str:
+        """Its name; ``random`` while it is hidden."""
+        return RANDOM if self.is_hidden and self.is_on else self.name
+
+    @property
     def words(self) -> str:
         """What it does, as text."""
         return KINDS[self.name].about.format(rank=self.rank, unit=unit_words(self.unit), ms=self.ms)

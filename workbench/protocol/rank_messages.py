@@ -120,6 +120,7 @@ class Position:
         optimizer_steps: number of optimizer steps since its start.
         saving: how far the checkpoint is that it writes, as text; empty: it writes none.
         snapshot_bytes: bytes of the snapshots that it keeps.
+        fault: name of the fault that is injected, ``random`` while it is hidden; empty: none is.
         tickets: results of jobs, by ticket, until a ``Forget``.
     """
 
@@ -137,6 +138,7 @@ class Position:
     optimizer_steps: int = 0
     saving: str = ""
     snapshot_bytes: int = 0
+    fault: str = ""
     tickets: dict[str, JobReply] = field(default_factory=dict)
 
 
@@ -192,6 +194,7 @@ class CellLine:
         script: name of the script's file; empty: a cell.
         frames: the calls of the user's code, the innermost last, as :mod:`workbench.trace.frames` has them.
         ago_ns: time since it has raised, which ended what the rank ran; 0: it runs.
+        inside: ``cell`` or ``expression`` if that runs inside a stopped step; empty: other code.
     """
 
     line: int
@@ -200,6 +203,7 @@ class CellLine:
     script: str = ""
     frames: tuple[str, ...] = ()
     ago_ns: int = 0
+    inside: str = ""
 
 
 @request("line", looks=True)

@@ -162,6 +162,21 @@ def end_aborted(found: Spans, rows: Rows) -> Spans:
     return replace(found, end_ns=end_ns, end_seq=end_seq)
 
 
+def unfinished(trace: Trace, step: int) -> str:
+    """Return ``aborted`` or ``not ended`` if a rank that began a step did not end it; otherwise empty."""
+    if step < 0:
+        return ""
+    left = [part for part in trace.ranks if _has_begun_only(part, step)]
+    has_later = any(part.places_of(step, step)[1] < len(part.rows) for part in left)
+    return "" if not left else "aborted" if has_later else "not ended"
+
+
+def _has_begun_only(part: RankTrace, step: int) -> bool:
+    begin, end = part.places_of(step, step)
+    edges = part.rows["edge"][begin:end][part.kinds[begin:end] == Kind.STEP]
+    return len(edges) > 0 and Edge.END not in edges
+
+
 def _first_after(places: Ints, begin: int) -> int:
     """Return the first of ascending ``places`` after ``begin``; the largest int64 if there is none."""
     at = int(np.searchsorted(places, begin, side="right"))

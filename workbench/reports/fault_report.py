@@ -43,6 +43,11 @@ class FaultReport(Report):
         return [*facts_of(self.faults), *(("not checked", reason) for reason in self.abstained)]
 
 
+def cause_facts(cause: Fault | None) -> list[tuple[str, str]]:
+    """Return the fault that explains what a report says, as facts; none without one."""
+    return [] if cause is None else [("fault", cause.verdict), *cause.facts()]
+
+
 def cause_lines(cause: Fault | None, instead_of: str | None = None) -> list[str]:
     """Return lines about the fault that explains what a report says; none without one.
 
@@ -52,10 +57,9 @@ def cause_lines(cause: Fault | None, instead_of: str | None = None) -> list[str]
     """
     if cause is None:
         return []
-    facts = [*map(": ".join, cause.facts())]
     if instead_of is None:
-        return [f"fault: {cause.verdict}", *facts]
-    return [*facts, *([f"ranks: {instead_of}"] if instead_of else [])]
+        return [*map(": ".join, cause_facts(cause))]
+    return [*map(": ".join, cause.facts()), *([f"ranks: {instead_of}"] if instead_of else [])]
 
 
 def cause_html(lines: Sequence[str]) -> str:

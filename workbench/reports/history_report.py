@@ -20,11 +20,13 @@ class PastCommand:
         line: what was typed, or could have been.
         source: who asked.
         t_s: when, in seconds since 1970.
+        failed: whether it was refused or raised.
     """
 
     line: str
     source: Source
     t_s: float
+    failed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +45,10 @@ class HistoryReport(Report):
         return plural(len(self.commands), "command") if self.commands else "no commands yet; see %fsdp help for a list"
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each with the time of day, and its source unless that was a cell."""
+        """Return each with the time of day, its source unless that was a cell, and whether it failed."""
         return [(_when(past), past.line) for past in self.commands]
 
 
 def _when(past: PastCommand) -> str:
     moment = time.strftime("%H:%M:%S", time.localtime(past.t_s))
-    return moment if past.source == "cell" else f"{moment} {past.source}"
+    return " ".join([moment, *([] if past.source == "cell" else [past.source]), *(["failed"] if past.failed else [])])

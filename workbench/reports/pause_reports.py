@@ -14,7 +14,7 @@ from workbench.protocol.inspect_reply import InspectReply
 from workbench.protocol.rank_messages import Hold, Position, Thread
 from workbench.replay.grouping import by_value, label
 from workbench.reports.event_text import event_words
-from workbench.reports.fault_report import cause_html, cause_lines
+from workbench.reports.fault_report import cause_facts, cause_html, cause_lines
 from workbench.reports.inspect_table import table_of, unit_of
 from workbench.reports.report import Report
 from workbench.reports.stop_positions import State, StopGroup, is_in_wait, state_of
@@ -30,6 +30,7 @@ class StopReport(Report):
         stop: where they are stopped.
         request: the request, as text.
         reasons: the breakpoints that hold them, and the values that these met, as text.
+        cause: why they waited before the stop, for what other ranks will not do; None: they did not, or it is unknown.
     """
 
     computed = (*Report.computed, "ranks")
@@ -38,6 +39,7 @@ class StopReport(Report):
     stop: StopGroup
     request: str
     reasons: tuple[str, ...] = ()
+    cause: Fault | None = None
 
     @property
     def headline(self) -> str:
@@ -54,8 +56,11 @@ class StopReport(Report):
         why = [("stopped by", "; ".join(self.reasons))] if self.reasons else []
         waited = self.stop.synchronised
         device = [("device", f"synchronised on {label(waited)}: all enqueued work is done")] if waited else []
-        now = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells; then %fsdp next, continue or abort"
-        return [*why, *device, ("under way", self.request), ("now", now)]
+        found = [*cause_facts(self.cause), *why, *device, ("under way", self.request)]
+        look = "%fsdp where, inspect FQN, eval EXPR, views and %%fsdp cells"
+        if self.cause is not None and not self.cause.may_pass:
+            return [*found, ("now", f"%fsdp abort, as continue would only wait again; before it, {look}")]
+        return [*found, ("now", f"{look}; then %fsdp next, continue or abort")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,7 @@ class WhereRow:
         event: that event as text; empty: unknown; of a rank that is gone, how it was lost.
         breakpoint: number of the breakpoint that holds it, 0 for ``step --until``; None: no breakpoint does.
         for_ns: how long it has been there, in nanoseconds; None: unknown.
+        inside: of a held rank that runs a cell or an expression, where in it; empty: it runs neither.
         stacks: its Python threads, the main one first; empty if not requested.
     """
 
@@ -121,7 +127,13 @@ class WhereRow:
     event: str = ""
     breakpoint: int | None = None
     for_ns: int | None = None
+    inside: str = ""
     stacks: tuple[Thread, ...] = ()
+
+    @property
+    def state_words(self) -> str:
+        """Its state, and where it is in a cell that runs inside the stop."""
+        return f"{self.state}, {self.inside}" if self.inside else self.state
 
     def cells(self) -> tuple[str, ...]:
         """Return the texts of :data:`WHERE_COLUMNS`."""
@@ -137,6 +149,7 @@ def row_of(
     units: Mapping[int, str],
     stacks: tuple[Thread, ...] = (),
     state: State | None = None,
+    inside: str = "",
 ) -> WhereRow:
     """Return one row of the table.
 
@@ -146,10 +159,11 @@ def row_of(
         units: names of units by index.
         stacks: its Python threads.
         state: what it is doing; None: taken from the position.
+        inside: where it is in a cell or an expression that runs inside the stop; empty: it runs neither.
     """
     state = state or state_of(position)
     held, step = position.held, position.place.step
-    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, stacks=stacks)
+    row = WhereRow(rank=rank, state=state, step=step if step >= 0 else None, inside=inside, stacks=stacks)
     event = held or position.newest  # the next event of a held rank, the newest one of others
     if event is None or state == "idle":  # its newest event belongs to a finished step
         return row
@@ -204,7 +218,7 @@ class WhereReport(Report):
         return cause_lines(self.cause, self._states() if self._runs() else None)
 
     def _states(self) -> str:
-        states = by_value((row.rank, row.state) for row in self.ranks)
+        states = by_value((row.rank, row.state_words) for row in self.ranks)
         if len(states) == 1:
             return f"{plural(len(self.ranks), 'rank')} {next(iter(states))}"
         return "; ".join(f"{label(ranks)} {state}" for state, ranks in states.items())
@@ -245,7 +259,9 @@ class BreakReport(Report):
         return self.change or there
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return each breakpoint with its number, and whether it is off."""
+        """Return each breakpoint with its number, and whether it is off; not the only one that was just added."""
+        if len(self.breakpoints) == 1 and self.change.startswith(f"breakpoint {self.breakpoints[0].id}: "):
+            return []
         return [
             ("--until" if b.id == 0 else str(b.id), str(b) if b.is_on else f"{b} (off: %fsdp break on {b.id})")
             for b in self.breakpoints

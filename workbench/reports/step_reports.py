@@ -144,6 +144,8 @@ def _step_notes(by_rank: Sequence[StepReply]) -> Iterator[str]:
     for name in dict.fromkeys(name for stepped in by_rank for name in stepped.never_cleared):
         used = f"nothing clears the gradients that {name} has used, and the next backward adds to them"
         yield f"{used}: {name}.zero_grad()"
+    for name in dict.fromkeys(name for stepped in by_rank for name in stepped.never_reduced):
+        yield f"gradients were not reduced over the ranks before the step of {name}; %fsdp lint says what to change"
     if kept := max(stepped.snapshot_bytes for stepped in by_rank):
         yield f"snapshots take {format_bytes(kept)} on each rank; %fsdp heal goes on from the newest"
     alone = [name for name in by_rank[0].unsharded if all(name in stepped.unsharded for stepped in by_rank)]

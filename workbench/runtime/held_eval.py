@@ -40,13 +40,11 @@ from workbench.protocol.rank_messages import Job, JobError, JobReply, RunCell
 from workbench.runtime.inspection import inspect
 from workbench.runtime.namespace import user_namespace
 from workbench.runtime.recorder import Recorder
-from workbench.runtime.stacks import frames_of_the_step, place_of
+from workbench.runtime.stacks import HELD_CELL, HELD_EXPRESSION, frames_of_the_step, place_of
 
 MAX_TEXT = 50_000
 """Characters of output or of a repr that are kept."""
 
-_CELL = "<cell while stopped>"
-_EXPRESSION = "<expression>"
 _COMMUNICATING = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # only wait for, or wrap, what was issued
 
@@ -156,9 +154,10 @@ class _Scope(MutableMapping[str, Any]):
         try:
             yield
         except NameError as error:
-            if error.name is None or traceback.extract_tb(error.__traceback__)[-1].filename not in {_CELL, _EXPRESSION}:
+            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+            if error.name is None or raised_in not in {HELD_CELL, HELD_EXPRESSION}:
                 raise
-            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins))
+            near = _nearest(error.name, self.whole()) or _nearest(error.name, dir(builtins), cutoff=0.8)
             hint = [f"nearest: {', '.join(near)}"] if near else []
             named = NameError("; ".join([str(error), *hint, self._frames()]), name=error.name)
             raise named.with_traceback(error.__traceback__) from None
@@ -170,17 +169,24 @@ class _Scope(MutableMapping[str, Any]):
         return f"frames: {', '.join(f'{number} {place}' for number, place in enumerate(self._places))}{ended}"
 
 
-def _nearest(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=0.5)
+def _nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    return difflib.get_close_matches(name, [other for other in known if not other.startswith("_")], n=5, cutoff=cutoff)
+
+
+def _let_read(filename: str, text: str) -> None:
+    """Let tracebacks and positions show the lines of code that has no file."""
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
 
 
 # ---- expressions
 
 
 def _evaluate(text: str, scope: _Scope) -> str:
-    tree = ast.parse(text.strip(), _EXPRESSION, "eval")
+    text = text.strip()
+    _let_read(HELD_EXPRESSION, text)
+    tree = ast.parse(text, HELD_EXPRESSION, "eval")
     names = scope.whole()  # one dictionary: a function within the expression sees only its globals
-    value = eval(compile(tree, _EXPRESSION, "eval", dont_inherit=True), names)
+    value = eval(compile(tree, HELD_EXPRESSION, "eval", dont_inherit=True), names)
     for name in {node.target.id for node in ast.walk(tree) if isinstance(node, ast.NamedExpr)} & names.keys():
         if names[name] is not scope.get(name):
             scope[name] = names[name]
@@ -265,13 +271,13 @@ def _group_among(given: Sequence[object]) -> dist.ProcessGroup | None:
 
 def _run_cell(text: str, scope: _Scope) -> str:
     """Run a cell; return the repr of its last line if that is an expression with a value."""
-    linecache.cache[_CELL] = (len(text), None, text.splitlines(keepends=True), _CELL)
-    tree = ast.parse(text, _CELL)
+    _let_read(HELD_CELL, text)
+    tree = ast.parse(text, HELD_CELL)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, _CELL, "exec", dont_inherit=True), user_namespace(), scope)
+    exec(compile(tree, HELD_CELL, "exec", dont_inherit=True), user_namespace(), scope)
     if not isinstance(last, ast.Expr):
         return ""
-    value = eval(compile(ast.Expression(last.value), _CELL, "eval", dont_inherit=True), user_namespace(), scope)
+    value = eval(compile(ast.Expression(last.value), HELD_CELL, "eval", dont_inherit=True), user_namespace(), scope)
     return "" if value is None else f"{described(value)}\n"
 
 
@@ -292,7 +298,7 @@ def _error(error: BaseException, work: Inspect | Evaluate | RunCell) -> JobError
 def _traceback_of(error: BaseException) -> list[str]:
     """Return the traceback from the cell's own line inwards."""
     where = error.__traceback__
-    while where is not None and where.tb_frame.f_code.co_filename != _CELL:
+    while where is not None and where.tb_frame.f_code.co_filename != HELD_CELL:
         where = where.tb_next
     return traceback.format_exception(type(error), error, where)
 
@@ -301,7 +307,7 @@ def _place(error: BaseException) -> str:
     """Return where it was raised, unless in the expression itself."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1] if frames else None
-    if last is None or last.filename in {_EXPRESSION, __file__}:
+    if last is None or last.filename in {HELD_EXPRESSION, __file__}:
         return ""
     return f"{last.filename.rpartition('/')[2]}:{last.lineno} in {last.name}: "
 

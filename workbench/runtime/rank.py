@@ -200,7 +200,14 @@ class RankRuntime:
                         SNAPSHOTS.finish()
                         self.account_snapshots()
                 kept = SNAPSHOTS.num_bytes if command.snapshot else 0
-                return replace(reply, never_cleared=self.history.never_cleared(), saved=saved, snapshot_bytes=kept)
+                sharded = {unit.index for unit in self.recorder.header.units if unit.shard_size > 1}
+                return replace(
+                    reply,
+                    never_cleared=self.history.never_cleared(),
+                    never_reduced=self.history.never_reduced(sharded),
+                    saved=saved,
+                    snapshot_bytes=kept,
+                )
             if isinstance(command, Run):
                 self.history.forget()
                 with self.gate.stepping(command.stop):
@@ -326,6 +333,7 @@ class RankRuntime:
             optimizer_steps=self.trainer.optimizer_steps,
             saving="" if self.writer is None else self.writer.words,
             snapshot_bytes=SNAPSHOTS.num_bytes,
+            fault="" if self.fault is None else self.fault.reply.shown_name,
             tickets=self.gate.tickets,
         )
 

@@ -301,8 +301,8 @@ class Recorder:
         known = self.header.comm_groups
         self._groups[index] = len(known)
         name = name or f"group {index}"
-        again = sum(group.name == name or group.name.startswith(f"{name}, new ") for group in known)
-        group = GroupInfo(name=f"{name}, new {again}" if again else name, ranks=ranks)
+        again = sum(group.name == name or group.name.startswith(f"{name} (rebuild ") for group in known)
+        group = GroupInfo(name=f"{name} (rebuild {again})" if again else name, ranks=ranks)
         self._change(dataclasses.replace(self.header, comm_groups=(*known, group)))
 
     def begin_step(self, *, is_expected: bool = False) -> None:

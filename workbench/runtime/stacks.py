@@ -29,6 +29,11 @@ _ROOTS = [f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib", "std
 _ROOTS.append(f"{Path(__file__).parents[2]}/")
 _ABOVE_THE_STEP = "workbench.runtime.rank"
 
+HELD_CELL, HELD_EXPRESSION = "<cell while stopped>", "<expression>"
+"""File names of code that runs inside a stopped step."""
+
+_INSIDE = {HELD_CELL: "cell", HELD_EXPRESSION: "expression"}
+
 
 def users_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the user's frames from ``frame`` outwards, innermost first, up to the start of the step.
@@ -109,7 +114,8 @@ def is_of_a_library(frame: FrameType) -> bool:
 
 def is_of_a_cell(frame: FrameType) -> bool:
     """Whether a frame's code comes from a cell; a command's frame has the cells' namespace but not their code."""
-    return is_file_of_a_cell(frame.f_code.co_filename)
+    path = frame.f_code.co_filename
+    return path == HELD_CELL or is_file_of_a_cell(path)
 
 
 def _is_of_the_script(frame: FrameType) -> bool:
@@ -147,11 +153,18 @@ def _recorded(frame: FrameType, line: int, after: str) -> str:
 def user_line() -> CellLine | None:
     """Return the current line of the innermost function from a cell or script, or of that itself, in the main thread.
 
+    A stopped step may be held in another thread; while that runs a cell or an expression, it is the line there.
     None: no code of either runs. Called from another thread.
     """
-    main = threading.main_thread().ident or 0
-    calls = [(frame, frame.f_lineno) for frame in _outwards(sys._current_frames().get(main))]
-    return _line_in(calls[::-1], handled_error(main))
+    stacks_now, main = sys._current_frames(), threading.main_thread().ident or 0
+    held = next((ident for ident, frame in stacks_now.items() if any(map(_inside, _outwards(frame)))), main)
+    calls = [(frame, frame.f_lineno) for frame in _outwards(stacks_now.get(held))]
+    return _line_in(calls[::-1], handled_error(held))
+
+
+def _inside(frame: FrameType) -> str:
+    """Return the kind of the code of a frame if it runs inside a stopped step, as :class:`CellLine` has it."""
+    return _INSIDE.get(frame.f_code.co_filename, "")
 
 
 def raised_line(error: BaseException) -> CellLine | None:
@@ -176,7 +189,10 @@ def _line_in(calls: Sequence[tuple[FrameType, int]], handled: tuple[FrameType, s
     ``handled`` is as :func:`handled_error` returns it.
     """
     cells = user_namespace()
-    of_user = [frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame)) for frame, _ in calls]
+    of_user = [
+        bool(_inside(frame)) or (frame.f_globals is cells and (is_of_a_cell(frame) or _is_of_the_script(frame)))
+        for frame, _ in calls
+    ]
     if not any(of_user):
         return None
     frame, line = next(call for call, is_user in zip(reversed(calls), reversed(of_user), strict=True) if is_user)
@@ -186,4 +202,5 @@ def _line_in(calls: Sequence[tuple[FrameType, int]], handled: tuple[FrameType, s
     after = {handled[0]: handled[1]} if handled else {}
     own = (call for call in calls[of_user.index(True) :] if not is_of_a_library(call[0]))
     frames = tuple(_recorded(*call, after.get(call[0], "")) for call in own)
-    return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames)
+    inside = next(filter(None, (_inside(call) for call, _ in calls)), "")
+    return CellLine(line=line, function=code.co_name, text=text, script=script, frames=frames, inside=inside)

@@ -118,12 +118,18 @@ def format_warning(
 
 def _frames(tb: TracebackType | None) -> list[TracebackType]:
     """Return the traceback from the first frame of the user's code on, or all of it if there is none."""
-    all_of_them = _parts(tb)
+    all_of_them = walked(tb)
     first = next((place for place, each in enumerate(all_of_them) if not is_of_a_library(each.tb_frame)), 0)
     return all_of_them[first:]
 
 
-def _parts(tb: TracebackType | None) -> list[TracebackType]:
+def user_part(tb: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames of libraries."""
+    return _joined(_user_frames(walked(tb)))
+
+
+def walked(tb: TracebackType | None) -> list[TracebackType]:
+    """Return the entries of a traceback, the outermost first."""
     frames = []
     while tb is not None:
         frames.append(tb)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import math
+import re
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from workbench.runtime.model_summary import name_from_models, outermost, sharded
 from workbench.runtime.namespace import find_module, lookup, module_names
 from workbench.runtime.recorder import Recorder
 from workbench.runtime.step_calls import is_required, repeated_call
+from workbench.runtime.tracebacks import user_part, walked
 
 _LOOK_S = 0.001  # between two polls of a device that runs behind
 
@@ -56,6 +59,15 @@ def find_step_function(name: str, *, again: bool = False) -> Callable[[], Any]:
 
     called: Callable[[], Any] = function
     return now if again else called
+
+
+def _exhausted(error: StopIteration) -> RuntimeError:
+    """Return the error that an iterator of the step has no more batches, with the user's part of the traceback."""
+    lines = user_part(error.__traceback__)
+    code = [linecache.getline(at.tb_frame.f_code.co_filename, at.tb_lineno) for at in walked(lines)]
+    names = re.findall(r"\bnext\(\s*([\w.]+)", code[-1] if code else "")
+    what = f"the iterator {names[0]}" if len(names) == 1 else "an iterator"
+    return RuntimeError(f"{what} has no more batches: make another one when it ends").with_traceback(lines)
 
 
 def passed_again(name: str) -> tuple[str, ...]:
@@ -199,7 +211,10 @@ class Trainer(LoopSteps):
         cancellation.check()
         self._recorder.begin_step()
         self.has_stepped = False
-        loss = loss_of(function())
+        try:
+            loss = loss_of(function())
+        except StopIteration as error:
+            raise _exhausted(error) from None
         if loss is not None:
             self._recorder.metric("loss", loss)
             if math.isfinite(loss):

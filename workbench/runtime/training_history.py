@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -53,6 +53,7 @@ class OptimizerHistory:
         resumed: what shows that training was resumed, where it took its first step without any state.
         rates: checksum of the learning rates of all its steps.
         added_to: its newest watched step, if it used the gradients of the step before again; else None.
+        num_before: steps that it had taken before the newest ``%fsdp step``.
     """
 
     num_steps: int = 0
@@ -65,6 +66,7 @@ class OptimizerHistory:
     resumed: tuple[str, ...] = ()
     rates: int = 0
     added_to: int | None = None
+    num_before: int = 0
 
 
 @dataclass
@@ -225,14 +227,20 @@ class TrainingHistory:
         self._used.watch_again()
         self.inputs.watch_again()
         for past in tuple(self.optimizers.values()):
-            past.added_to = None
+            past.added_to, past.num_before = None, past.num_steps
 
     def never_cleared(self, model: nn.Module | None = None) -> tuple[str, ...]:
         """Return the optimizers, of one model or of all, by their variables, whose gradients nothing clears."""
-        names = {id(value): name for name, value in variables().items() if isinstance(value, Optimizer)}
         found = (each for each, past in tuple(self.optimizers.items()) if past.added_to is not None)
-        meant = (each for each in found if model is None or _holds_some(each, model))
-        return tuple(names.get(id(each), "the optimizer") for each in meant)
+        return _named(each for each in found if model is None or _holds_some(each, model))
+
+    def never_reduced(self, sharded: Container[int]) -> tuple[str, ...]:
+        """Return the optimizers, by their variables, whose newest step was without gradients of ``sharded`` units.
+
+        These wait to be reduced. Only steps since :meth:`watch_gradients` count.
+        """
+        stepped = ((each, past) for each, past in tuple(self.optimizers.items()) if past.num_steps > past.num_before)
+        return _named(each for each, past in stepped if any(unit in sharded for unit in past.unreduced))
 
     def _pending(self, optimizer: Optimizer) -> frozenset[int]:
         """Return the units whose gradients are not reduced, of which an optimizer holds parameters."""
@@ -334,6 +342,12 @@ class TrainingHistory:
                 yield f"epoch {past.first_epoch} is the first that its DistributedSampler draws"
             elif _continues("epoch", sampler.epoch, counters):
                 yield f"epoch {sampler.epoch} begins, as in the checkpoint"
+
+
+def _named(optimizers: Iterable[Optimizer]) -> tuple[str, ...]:
+    """Return the variables of optimizers."""
+    names = {id(value): name for name, value in variables().items() if isinstance(value, Optimizer)}
+    return tuple(names.get(id(each), "the optimizer") for each in optimizers)
 
 
 def _holds_some(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from workbench.cluster.channel_protocol import Interruptible
+from workbench.cluster.channel_protocol import Interruptible, answers
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError, WorkbenchError
 from workbench.protocol.commands import Evaluate, Inspect
-from workbench.protocol.rank_messages import Forget, Job, JobReply, Locate, RunCell
+from workbench.protocol.rank_messages import CellLine, Forget, Job, JobReply, Locate, LocateLine, RunCell
 from workbench.replay.grouping import by_value, label
+from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, place_words, who_works
 from workbench.session.waiter import ASK_S, PATIENT_S, SLICE_S
 
 Inner = Inspect | Evaluate | RunCell
 """A request inside a stopped step."""
 
 R = TypeVar("R")
+
+INTERRUPTED_S = 0.5
+"""Time in seconds for ranks to end a job after Ctrl-C, before it is said where they still are."""
 
 GROUP_MAKERS = frozenset(
     {
@@ -109,18 +114,28 @@ class RemoteEval:
     Args:
         cluster: the cluster.
         company: the ranks that run the jobs.
+        on_standing: receives notices of ranks that do not end a job.
+        quiet_s: time in seconds before the first notice.
     """
 
-    def __init__(self, cluster: Interruptible, company: JobRanks) -> None:
+    def __init__(
+        self,
+        cluster: Interruptible,
+        company: JobRanks,
+        on_standing: OnStanding = no_standing,
+        quiet_s: float = QUIET_S,
+    ) -> None:
         self._cluster, self._company = cluster, company
+        self._on_standing, self._quiet_s = on_standing, quiet_s
 
     def run(self, work: Inner) -> dict[int, JobReply]:
         """Run ``work`` on every rank and return each rank's reply.
 
+        The first Ctrl-C is sent to the ranks, the second one ends the wait; ranks that still run then have no reply.
+
         Raises:
             UsageError: a rank is not held in the gate, or the job creates a process group on some ranks only.
             RankDied: a rank is gone.
-            Interrupted: a second Ctrl-C; the first one is sent to the ranks.
         """
         ticket, ranks = str(next(_numbers)), self._company.ranks
         replies = self._cluster.ask(self._company.job(ticket, work), ranks, timeout_s=PATIENT_S)
@@ -133,23 +148,33 @@ class RemoteEval:
 
     def _wait(self, ticket: str, ranks: Sequence[int]) -> dict[int, JobReply]:
         done: dict[int, JobReply] = {}
-        seen = 0
+        notice = StallNotice(time.monotonic, self._quiet_s)
+        interrupted_at = math.inf
         with CountInterrupts() as interrupts:
-            while len(done) < len(ranks):
-                if interrupts.count > seen:
-                    seen += 1
-                    self._interrupt(seen, [rank for rank in ranks if rank not in done])
-                done |= self._look(ticket, [rank for rank in ranks if rank not in done])
-                if len(done) < len(ranks):
+            while (left := [rank for rank in ranks if rank not in done]) and interrupts.count < 2:
+                if interrupts.count and interrupted_at == math.inf:
+                    self._cluster.interrupt(left)
+                    interrupted_at = time.monotonic()
+                found = self._look(ticket, left)
+                done |= found
+                if len(found) < len(left):
+                    self._tell_who_works(notice, left, done, interrupted_at)
                     time.sleep(SLICE_S)
         return done
 
-    def _interrupt(self, count: int, ranks: Sequence[int]) -> None:
-        if count > 1:
-            raise Interrupted(
-                f"Interrupted; the notebook no longer waits for {label(ranks)}: see %fsdp where, or %fsdp abort"
-            )
-        self._cluster.interrupt(ranks)
+    def _tell_who_works(
+        self, notice: StallNotice, left: Sequence[int], done: Mapping[int, JobReply], interrupted_at: float
+    ) -> None:
+        """Say which ranks have ended the job and where the others are, if it is time."""
+        has_no_effect = time.monotonic() >= interrupted_at + INTERRUPTED_S
+
+        def sentence(seconds: float) -> str:
+            working = [rank for rank in left if rank not in done]
+            lines = answers(self._cluster, LocateLine(), working, timeout_s=ASK_S)
+            means = "; Ctrl-C did not end this, Ctrl-C again stops waiting" if has_no_effect else ""
+            return who_works(seconds, working, lines, done) + means
+
+        notice.look(len(done), sentence, self._on_standing, is_urgent=has_no_effect)
 
     def _look(self, ticket: str, ranks: Sequence[int]) -> dict[int, JobReply]:
         found = {}
@@ -162,6 +187,13 @@ class RemoteEval:
             elif position.held is None:
                 raise ClusterError(f"rank {rank} left the gate before its reply: see %fsdp where")
         return found
+
+
+def abandoned(lines: Mapping[int, CellLine | None]) -> Interrupted:
+    """Return the exception that the notebook no longer waits for ranks, each with the line in which it is."""
+    places = by_value((rank, place_words(line)) for rank, line in sorted(lines.items()))
+    left = "; ".join(f"{label(ranks)}{place}" for place, ranks in places.items())
+    return Interrupted(f"Interrupted; the notebook no longer waits for {left}: %fsdp abort ends this and the step")
 
 
 def to_error(done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from workbench.base.codec import decode
+from workbench.base.fault import Fault
 from workbench.cluster.deferred_interrupts import CountInterrupts
 from workbench.cluster.pending_replies import Output, PendingReplies
 from workbench.errors import RankDied
@@ -213,7 +214,7 @@ class CellTask(_OutputTask):
         super().__init__(pending)
         self.code, self._pending = code, pending
         first = next(iter(code.strip().splitlines()), "")
-        self.title = f"the cell {first[:TITLE_CHARS]!r}"
+        self.title = f"the cell {first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1] + '…'!r}"
 
     def completed(self, results: dict[int, Any], num_ranks: int) -> Entry:
         """Return the cell, if all ranks ran it."""
@@ -246,6 +247,7 @@ class Request:
         stop: its current or last stop.
         report: the report of that stop.
         worked: the last notice of running ranks.
+        cause: why they waited when it was given, or when they were stopped; None: they did not, or it is unknown.
         ending: how it ended, or where it last stopped, in words.
         failed: whether ``ending`` is an error.
         watcher: the thread that waits for it.
@@ -266,6 +268,7 @@ class Request:
         self.stop: StopGroup | None = None
         self.report: StopReport | None = None
         self.worked = ""
+        self.cause: Fault | None = None
         self.ending = ""
         self.failed = False
         self.watcher: threading.Thread | None = None

@@ -60,18 +60,18 @@ from workbench.reports.pause_reports import BackgroundReport, EndReport, StopRep
 from workbench.reports.report import Report
 from workbench.reports.stall_cause import parted, stall_cause
 from workbench.reports.step_reports import UntilReport
-from workbench.reports.stop_positions import State, StopGroup, live_units, param_names, state_of
+from workbench.reports.stop_positions import State, StopGroup, is_in_wait, live_units, param_names, state_of
 from workbench.reports.until_text import came
 from workbench.session.breakpoint_table import Breakpoints
 from workbench.session.clock_sync import ClockSync
 from workbench.session.output_log import OutputLog
 from workbench.session.pause_protocol import WHERE_S
 from workbench.session.program import CompletedCommand, Entry, Omission, Program, failed
-from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, check_held
+from workbench.session.remote_eval import Inner, JobRanks, RemoteEval, abandoned, check_held
 from workbench.session.remote_eval import to_error as to_error_of_jobs
 from workbench.session.request import CellTask, CommandTask, RankTask, Request, RequestListener, TraceMark, no_output
 from workbench.session.snapshot import ActivePolicy, ActiveRequest, ClusterSnapshot, LastResult, pulse
-from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, who_works
+from workbench.session.stall_notice import QUIET_S, OnStanding, StallNotice, no_standing, place_words, who_works
 from workbench.session.trace_collector import TraceCollector
 from workbench.session.variable_check import check, check_parameter, on_hosts, with_folder, with_path, with_script
 from workbench.session.waiter import (
@@ -365,22 +365,30 @@ class Session:
         positions = self.positions(timeout_s=timeout_s)
         self._renew_stop(positions)
         threads = self.ask(Stacks(), timeout_s=timeout_s) if stacks else {}
+        lines = self.ask(LocateLine(), timeout_s=timeout_s)
         units, losses = unit_names(self.trace.header), self.cluster.losses()
         rows = []
         for rank, alive in enumerate(self.cluster.alive()):
             found = threads.get(rank, ())
             if rank in positions:
                 state = self.state(rank, positions[rank])
-                rows.append(row_of(rank, positions[rank], units, found, state))
+                line = lines.get(rank)
+                inside = place_words(line).removeprefix(", ") if line is not None and line.inside else ""
+                rows.append(row_of(rank, positions[rank], units, found, state, inside))
             else:
                 lost = "" if alive else losses.get(rank, "")
                 rows.append(WhereRow(rank=rank, state="no answer" if alive else "gone", event=lost, stacks=found))
         request = self.request
         if (request is not None and request.state == "running") or self.cluster.held_by:
             self.drain(timeout_s=timeout_s)
-        lines = self.ask(LocateLine(), timeout_s=timeout_s)
         cause = self._cause_seen(positions, lines) if self.cluster.held_by else self._cause(request, positions, lines)
         return WhereReport(ranks=tuple(rows), obstacle=self.obstacle, cause=cause)
+
+    @property
+    def stop_cause(self) -> Fault | None:
+        """Why stopped ranks waited before the stop; None: they did not, or none are stopped."""
+        request = self.request
+        return request.cause if request is not None and request.state == "stopped" else None
 
     def units(self) -> list[str]:
         """Return the names of all units, root ``""`` included."""
@@ -489,7 +497,7 @@ class Session:
                 positions = self.positions(timeout_s=PATIENT_S)
                 request.interrupts = sending.enter_context(interrupts)
                 request.watch.stopper.release(set(request.watch.running), positions, what)
-                request.state = "running"
+                request.state, request.cause = "running", None
                 request.is_background |= bool(background)
             if listener.on_output is no_output:  # such as a button's
                 listener = dataclasses.replace(listener, on_output=request.listener.on_output)
@@ -529,13 +537,16 @@ class Session:
             sentence=request.ending if request.state == "over" else f"{request.work.words} is being aborted"
         )
 
-    def do_inside(self, word: str, work: Inner, ranks: Sequence[int] | None) -> StepInspection:
+    def do_inside(
+        self, word: str, work: Inner, ranks: Sequence[int] | None, on_standing: OnStanding = no_standing
+    ) -> StepInspection:
         """Run ``work`` in the threads of the stopped step; between steps, run an inspection on all ranks.
 
         Args:
             word: name of the command, for messages.
             work: the work.
             ranks: ranks that run it; None: all that are held in the gate.
+            on_standing: receives notices of ranks that do not end it.
 
         Raises:
             UsageError: no request is stopped, a rank is not held in the gate, or the work waits for ranks that do not
@@ -558,15 +569,24 @@ class Session:
         check_held(chosen, held)
         if isinstance(work, RunCell):
             self._entries.append(Omission(what="a cell that ran inside a stopped step"))
-        done = RemoteEval(self.cluster, JobRanks(ranks=chosen, held=held, num_ranks=num_ranks)).run(work)
+        company = JobRanks(ranks=chosen, held=held, num_ranks=num_ranks)
+        done = RemoteEval(self.cluster, company, on_standing, self._quiet_s).run(work)
         others = tuple(rank for rank in range(num_ranks) if rank not in held)
-        return StepInspection(done=done, others=others, error=to_error_of_jobs(done, str(request.stop)))
+        return StepInspection(done=done, others=others, error=self._job_error(chosen, done, str(request.stop)))
+
+    def _job_error(self, ranks: Sequence[int], done: Mapping[int, JobReply], where: str) -> WorkbenchError | None:
+        """Return the exception of a job that some of its ranks have not ended, or in which some failed."""
+        left = [rank for rank in ranks if rank not in done]
+        if not left:
+            return to_error_of_jobs(done, where)
+        lines = self.ask(LocateLine())
+        return abandoned({rank: lines.get(rank) for rank in left})
 
     def _inspect_at_rest(self, work: Inspect) -> StepInspection:
         check_parameter(work.fqn, self.parameters())
         ranks = range(self.cluster.num_ranks)
         done = RemoteEval(self.cluster, JobRanks(ranks=ranks, held=ranks, num_ranks=len(ranks))).run(work)
-        return StepInspection(done=done, others=(), error=to_error_of_jobs(done, ""))
+        return StepInspection(done=done, others=(), error=self._job_error(ranks, done, ""))
 
     def news(self) -> tuple[str, ...]:
         """Return a sentence for each request that ended or stopped in the background since the last call.
@@ -777,11 +797,12 @@ class Session:
         requested = request.watch.requested
 
         def sentence(seconds: float) -> str:
-            awaited, cause = self._awaited(request), None
+            awaited = self._awaited(request)
             if not awaited:
                 lines = self.ask(LocateLine())
                 request.worked = self._who_works(request, seconds, lines)
-                cause = self._cause(request, self._collector.heard, lines)
+                request.cause = self._cause(request, self._collector.heard, lines)
+            cause = None if awaited else request.cause
             saving = by_value((rank, position.saving) for rank, position in self._collector.heard.items())
             saves = [f"{label(ranks)}: {words}" for words, ranks in saving.items() if words]
             notice = "; ".join(
@@ -793,7 +814,7 @@ class Session:
         is_urgent = bool(requested or request.dead)
         request.standing.look(activity, sentence, request.listener.on_standing, is_urgent=is_urgent)
         if not request.standing.text:
-            request.worked = ""
+            request.worked, request.cause = "", None
 
     def _who_works(self, request: Request, seconds: float, lines: Mapping[int, CellLine | None]) -> str:
         running = sorted(set(request.watch.running) - set(request.dead))  # the waiter may not have noticed a death yet
@@ -816,6 +837,8 @@ class Session:
         Between requests: where ranks did not agree in the last one.
         """
         if request is None or request.state != "running" or request.dead:
+            if request is not None and request.cause is not None:
+                return request.cause  # of a stop
             raised = self._raised if request is None else _raised_on(request.pending)
             frames = {rank: line.frames for rank, line in lines.items() if line is not None}
             where = [
@@ -939,7 +962,12 @@ class Session:
         reasons = (*held_by, *dict.fromkeys(hold.because for hold in stop.holds.values() if hold.because))
         if UNTIL in stop.breakpoints:
             request.work.until = None
-        request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons)
+        waits = any(map(is_in_wait, stop.holds.values()))
+        if not waits:
+            request.cause = None
+        elif request.cause is None and len(stop.positions) < len(request.pending.ranks):
+            request.cause = self._cause(request, stop.positions, self.ask(LocateLine()))
+        request.report = StopReport(stop=request.stop, request=request.work.words, reasons=reasons, cause=request.cause)
         return request.report
 
     def _result(self, request: Request, outcome: Outcome) -> Report:

@@ -112,6 +112,11 @@ class ClusterSnapshot:
     breakpoints: tuple[Breakpoint, ...] = ()
     policies: tuple[ActivePolicy, ...] = ()
 
+    @property
+    def fault(self) -> str:
+        """Name of the fault that is injected, as :class:`Position` has it; empty: none is known."""
+        return next((position.fault for position in self.positions.values() if position.fault), "")
+
 
 def pulse(
     trace: Trace,

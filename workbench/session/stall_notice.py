@@ -109,18 +109,19 @@ def who_works(
         deaths: how the dead ones among ``ended`` died, such as ``"died (SIGKILL)"``.
     """
     died = by_value(sorted((deaths or {}).items()))
-    groups = by_value((r, _place(lines[r]) if r in lines else " without an answer") for r in sorted(working))
+    groups = by_value((r, place_words(lines[r]) if r in lines else " without an answer") for r in sorted(working))
     words = [f"{label(ranks)} {how}" for how, ranks in died.items()]
     words += [f"{label(ranks)} {_have(ranks)} run for {seconds:.0f} s{place}" for place, ranks in groups.items()]
     over = tuple(rank for rank in ended if rank not in (deaths or {}))
     return "; ".join([*words, *([f"{label(over)} {_have(over)} ended"] if over else [])])
 
 
-def _place(line: CellLine | None) -> str:
+def place_words(line: CellLine | None) -> str:
+    """Return a position as the end of a sentence: ``", in dist.barrier() at line 2 of the cell"``; empty: unknown."""
     if line is None:
         return ""
     text = line.text if len(line.text) <= MAX_TEXT else f"{line.text[: MAX_TEXT - 1]}…"
-    whole = line.script or "the cell"
+    whole = line.script or f"the {line.inside or 'cell'}"
     where = f"of {whole}" if line.function == "<module>" else f"of {line.function}"
     if line.script and line.function != "<module>":
         where = f"{where} in {line.script}"

@@ -4,6 +4,7 @@
 
     SIDE   = SOURCE | SOURCE:STEPS | STEPS    a trace file, or ``last``: the trace so far, which STEPS alone mean too
     STEPS  = N | N..M | N.. | ..M                 one step, or from one to another, both included; -1: the newest one
+                                                  that has ended
 
 ``run.trace``, ``last``, ``last:3..5``, ``run.trace:7``, ``last:-3..``, ``3..5``. A file whose name reads as steps is
 written ``./5``.
@@ -24,7 +25,8 @@ import numpy as np
 
 from workbench.errors import TraceError, UsageError, did_you_mean
 from workbench.importers import file_formats
-from workbench.replay.grouping import ranges
+from workbench.replay.grouping import by_value, ranges
+from workbench.replay.spans import unfinished
 from workbench.trace import load, steps
 from workbench.trace.columns import Trace
 from workbench.trace.read_recording import RecordingReader, is_recording
@@ -135,11 +137,16 @@ def some_steps(trace: Trace, text: str) -> tuple[str, Trace]:
     if not re.fullmatch(_STEPS, text):
         raise UsageError(f"steps are written 5, 3..5, 3.., ..5 or -3.. (the newest three), not {text!r}")
     known = steps(trace)
+    without_end = {step: how for step in known if (how := unfinished(trace, step))}
+    ended = [step for step in known if step not in without_end] or known
     first, dots, end = text.partition("..")
-    bounds = _number(first, known), _number(end if dots else first, known)
+    bounds = _number(first, ended), _number(end if dots else first, ended)
     cut = _cut(trace, known, *bounds)
     numbers = steps(cut)
-    return step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}", cut
+    name = step_name(numbers[0]) if len(numbers) == 1 else f"steps {ranges(numbers)}"
+    cases = by_value((step, how) for step, how in without_end.items() if step in numbers)
+    words = [how if len(numbers) == 1 else f"{ranges(which)} {how}" for how, which in cases.items()]
+    return f"{name} ({', '.join(words)})" if words else name, cut
 
 
 def _split(text: str) -> tuple[str, str]:

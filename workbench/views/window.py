@@ -10,7 +10,7 @@ from workbench.events import COLLECTIVES, COPIES, WORK, Edge, Kind
 from workbench.replay.device import ClockSource, on_device
 from workbench.replay.grouping import ranges
 from workbench.replay.paused_time import LEAST_IDLE_NS, Cuts, without_holds
-from workbench.replay.spans import extent_ns, of_kind, rows_of
+from workbench.replay.spans import extent_ns, of_kind, rows_of, unfinished
 from workbench.trace.columns import RankTrace, Trace, steps
 from workbench.trace.schema import KeyFrame, Rows
 from workbench.trace.step_names import step_name
@@ -118,11 +118,7 @@ class Window:
 
     def unfinished(self, trace: Trace) -> str:
         """Return ``aborted`` or ``not ended`` if a rank that began the last step did not end it; otherwise empty."""
-        shown = Window(first=self.last, last=self.last)
-        begun = [each for each in trace.ranks if len(rows_of(shown.stateless(each), (Kind.STEP,)))]
-        left = [each for each in begun if not shown.has_ended(shown.stateless(each))]
-        has_later = any(shown.places(each)[1] < len(each.rows) for each in left)
-        return "" if not left else "aborted" if has_later else "not ended"
+        return unfinished(trace, self.last)
 
 
 def window(trace: Trace, step: int | None, count: int) -> Window:

@@ -128,7 +128,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
   const isRecorded = state?.is_recorded === true;
   const why = obstacles(state).start; // with ranks, or while some start, no file can be opened
   const [path, setPath] = React.useState("run.html"), [file, setFile] = React.useState("run.trace");
-  const [before, setBefore] = React.useState("last:0"), [after, setAfter] = React.useState("last:-1");
+  const [before, setBefore] = React.useState("last:1"), [after, setAfter] = React.useState("last:-1");
   const write: Export = { word: "export", path: path.trim() };
   const open: Open = { word: "open", path: file.trim() };
   const compare: Compare = { word: "compare", a: before.trim(), b: after.trim() };
@@ -151,7 +151,7 @@ export function Record({ model, draw }: Omit<LookingProps, "execute">): React.JS
         </Action>
       </Line>
       <Line run={() => { draw(compare); }}>
-        <Field label="Compare" isWide hint="Steps of the trace, such as last:3, last:3..5 or last:-1 (the newest), or a .trace file">
+        <Field label="Compare" isWide hint="Steps of the trace, such as last:3, last:3..5 or last:-1 (the newest that has ended), or a .trace file">
           <span className="fsdp-inline">
             <Text value={before} label="Compare" change={setBefore} />
             <Text value={after} label="Compare with" change={setAfter} />

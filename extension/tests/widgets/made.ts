@@ -65,7 +65,7 @@ export function news(more: Partial<FeedUpdate> = {}): FeedUpdate {
   return {
     word: "feed", view: "v", restart: false, another: false, exact: true, groups: [], tracks: [], open: [],
     counts: { spans: 0, memory: 0, states: 0, steps: 0 }, begin_us: 0, health: [], breakpoints: [],
-    status: { word: "training", why: "", can_go_on: false }, whose: "", said: "", clock: [], units: null, order: null,
+    status: { word: "training", why: "", can_go_on: false, fault: "" }, whose: "", said: "", clock: [], units: null, order: null,
     holds: null, now: null, peaks: null, late: null, change: null, has_moved: false, cursor: null, ...more,
   };
 }

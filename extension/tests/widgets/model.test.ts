@@ -65,7 +65,7 @@ describe("a model stores the news", () => {
 describe("a model of ranks", () => {
   const can = (states: readonly RankHealth["state"][], more: Partial<FeedUpdate> = {}, isRecord = false): string =>
     [...told({ health: states.map((state, rank) => health(state, [rank])), ...more }).enabledButtons(isRecord)].join(" ");
-  const goesOn = { status: { word: "stopped", why: "", can_go_on: true } } as const;
+  const goesOn = { status: { word: "stopped", why: "", can_go_on: true, fault: "" } } as const;
 
   it("has the buttons that do something", () => {
     expect(new RunModel().enabledButtons(false).size).toBe(0);
@@ -226,10 +226,10 @@ describe("the cursor", () => {
 describe("words", () => {
   it("of a status", () => {
     expect(badge(null)).toBe("");
-    expect(badge({ word: "dead", why: "x", can_go_on: false })).toBe("\u2715 ranks died");
-    expect(announcement({ word: "training", why: "step 3", can_go_on: false })).toEqual({ key: "training", text: "training: step 3" });
-    expect(announcement({ word: "stopped", why: "before a", can_go_on: false })).toEqual({ key: "stopped before a", text: "stopped: before a" });
-    expect(announcement({ word: "idle", why: "", can_go_on: false }).text).toBe("idle");
+    expect(badge({ word: "dead", why: "x", can_go_on: false, fault: "" })).toBe("\u2715 ranks died");
+    expect(announcement({ word: "training", why: "step 3", can_go_on: false, fault: "" })).toEqual({ key: "training", text: "training: step 3" });
+    expect(announcement({ word: "stopped", why: "before a", can_go_on: false, fault: "" })).toEqual({ key: "stopped before a", text: "stopped: before a" });
+    expect(announcement({ word: "idle", why: "", can_go_on: false, fault: "" }).text).toBe("idle");
   });
 
   it("of the time that is shown; a live view has none before the first step", () => {

@@ -12,6 +12,15 @@ import { enable, make, onPress, write } from "../dom.js";
  * @property {() => void} follow
  */
 
+const RANDOM = "random"; // a fault that is not named before it is removed
+/** @type {Readonly<Record<string, string>>} by command, unless it is its word */
+const LABELS = { fault: "inject fault" };
+/** @type {Readonly<Record<string, string>>} */
+const TITLES = {
+  break: "stop all ranks before every such event",
+  fault: "break the training on purpose, to find out what is wrong",
+};
+
 export class ButtonsView {
   /**
    * @param {InitialState} about
@@ -24,14 +33,20 @@ export class ButtonsView {
     this.buttons = new Map(); // commands, by their word
     this.size = make("select", "fw-size"); // how far `next` goes
     this.place = make("input", "fw-place"); // where `break` stops
+    this.canBreak = false;
     this.fault = make("select", "fw-kind"); // what `fault` injects
-    this.oneStep = make("button", "fw-hold", "hold last step");
+    this.oneStep = make("button", "fw-hold", "freeze view");
     this.live = make("button", "fw-live", "live");
     this.buildChoice(this.size, "next: size", sizes);
-    this.buildChoice(this.fault, "fault: what to inject; off removes it, and names it", faults);
-    this.fault.title = "a fault for the training; random: one that is named when it is removed; off: remove it";
+    this.buildChoice(this.fault, "fault: what to inject", faults);
+    this.fault.title = "a fault for the training; random: one that is named when it is removed";
+    this.faultOn = make("button", "fw-fault-on"); // the fault that is injected; removes it
+    this.faultOn.title = "remove the fault, and name it";
+    this.faultOn.hidden = true;
+    onPress(this.faultOn, () => { actions.press("fault", "off"); });
     this.buildPlace();
     for (const word of buttons) this.box.append(this.buildCommand(word));
+    this.box.append(this.faultOn);
     this.oneStep.title = "stop redrawing and show the last step that all ranks finished";
     onPress(this.oneStep, actions.holdStep);
     this.live.onclick = actions.follow;
@@ -43,7 +58,8 @@ export class ButtonsView {
    * @param {string} word
    */
   buildCommand(word) {
-    const button = make("button", `fw-${word}`, word);
+    const button = make("button", `fw-${word}`, LABELS[word] ?? word);
+    button.title = TITLES[word] ?? "";
     const field = { next: this.size, break: this.place, fault: this.fault }[word] ?? null;
     enable(button, false);
     this.buttons.set(word, button);
@@ -66,11 +82,18 @@ export class ButtonsView {
 
   buildPlace() {
     this.place.setAttribute("aria-label", "break: event to stop before");
-    this.place.placeholder = "all_gather:blocks.2";
+    this.place.placeholder = "such as forward:blocks.2";
+    this.place.addEventListener("input", () => { this.enableBreak(); });
     this.place.size = 16;
     this.place.addEventListener("keydown", (event) => {
       if (event.key === "Enter") this.buttons.get("break")?.click();
     });
+  }
+
+  /** Let `break` be pressed where it can be, once an event is typed. */
+  enableBreak() {
+    const button = this.buttons.get("break");
+    if (button) enable(button, this.canBreak && this.place.value.trim() !== "");
   }
 
   /**
@@ -87,7 +110,13 @@ export class ButtonsView {
    */
   draw(model, { isLive, isRecord }) {
     const isOver = model.isOver(isRecord), can = model.enabledButtons(isRecord);
-    for (const [word, button] of this.buttons) enable(button, can.has(word));
+    for (const [word, button] of this.buttons) if (word !== "break") enable(button, can.has(word));
+    this.canBreak = can.has("break");
+    this.enableBreak();
+    const fault = isOver ? "" : model.status?.fault ?? "";
+    this.faultOn.hidden = fault === "";
+    write(this.faultOn, fault === RANDOM ? "fault on \u2715" : `fault on: ${fault} \u2715`);
+    enable(this.faultOn, can.has("fault"));
     enable(this.oneStep, model.lastStep !== null);
     this.live.setAttribute("aria-pressed", String(isLive && !isOver));
     write(this.live, isOver ? "\u25cb latest" : isLive ? "\u25cf live" : "\u25cb live");
