@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from workbench.base.fault import Fault
+from workbench.base.fault import LATE, Fault
 from workbench.base.text_formats import format_long
 from workbench.events import Kind, unit_words
 from workbench.replay.endings import short_reason
@@ -313,7 +313,7 @@ def where(recording: Recording, now_wall_ns: int) -> RunWhereReport:
     return replace(found, cause=cause and _with_ended_threads(_with_threads(cause, recording), recording))
 
 
-_OF_ONE_RANK = ("dead-rank", "late-rank")
+_OF_ONE_RANK = ("dead-rank", LATE)
 _PARTED = ("other-collective", "wrong-order", "other-payload", "stuck-collective", "crossed-groups")
 
 

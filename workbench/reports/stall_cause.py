@@ -17,7 +17,7 @@ from itertools import permutations, product
 
 import numpy as np
 
-from workbench.base.fault import Fault
+from workbench.base.fault import LATE, Fault
 from workbench.base.text_formats import format_long, plural
 from workbench.events import Edge, Kind, unit_words
 from workbench.replay.divergence import (
@@ -689,7 +689,7 @@ def _of_silent(
     else:
         fix = _WHAT_TO_DO[known.pop() if len(known) == 1 else ""]
     return Fault(
-        rule="late-rank",
+        rule=LATE,
         verdict=f"{ranks} {do} not come: the others wait for what {what} outside of collectives{place}",
         evidence=tuple(places),
         fix=fix,
