@@ -28,10 +28,12 @@ from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.waiting import wait_until
 from workbench.base.codec import encode
+from workbench.base.fault import Fault
 from workbench.cluster.pending_replies import Output, PendingReplies, settle
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState, Verify
 from workbench.protocol.rank_messages import CellLine, GiveUp
+from workbench.reports.explain_report import ExplainReport, Picture
 from workbench.session import session, stall_notice, waiter
 from workbench.trace import steps
 from workbench.trace.columns import Trace
@@ -1007,6 +1009,13 @@ def test_explanations_are_reports_with_a_picture(trained):
     assert trained.explain("blocks.0").headline == "blocks.0 is sharded: freed after backward in step 2"
     empty = replace(found, picture=None)
     assert trained.picture(empty) is None
+
+
+def test_an_answer_whose_picture_fails_is_shown_with_the_reason():
+    picture = Picture(view="timeline", options={"size": 3})
+    answer = ExplainReport(subject="", step=3, answer=Fault(rule="step", verdict=""), num_checks=0, picture=picture)
+    (reason,) = Bench().picture(answer).layout.annotations
+    assert "%fsdp timeline --size 3 cannot be drawn" in reason.text
 
 
 def test_views_of_an_empty_trace_are_figures():

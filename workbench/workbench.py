@@ -110,7 +110,7 @@ from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load, save
 from workbench.trace.read_recording import RecordingReader
-from workbench.views import VIEWS, draw
+from workbench.views import VIEWS, draw, theme
 from workbench.views.compare import draw as draw_compared
 from workbench.views.fit import fit as fit_figure
 
@@ -1259,7 +1259,10 @@ class Workbench:
         report = result if isinstance(result, ExplainReport) else None
         if report is None or report.picture is None:
             return None
-        return self.view(report.picture.view, **report.picture.options, marks=report.marks)
+        try:
+            return self.view(report.picture.view, **report.picture.options, marks=report.marks)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the picture, the answer has to be shown
+            return theme.empty(f"{report.picture.line} cannot be drawn: {type(error).__name__}: {error}")
 
     def _sides(self, a: TraceSelector, b: TraceSelector) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
         if a != "":

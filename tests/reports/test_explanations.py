@@ -14,6 +14,7 @@ from tests.helpers.aborted_steps import aborted
 from tests.helpers.device_trace import on_devices
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
+from tests.replay import test_unreduced
 from tests.replay.test_process import loaded
 from tests.replay.test_step_parts import with_hold
 from workbench.base.text_formats import format_bytes, format_duration
@@ -69,6 +70,41 @@ def shown_to(rank, end):
 def without_step(trace, step):
     """Return the trace before a step began."""
     return Trace(trace.header, tuple(shown_to(each, each.places_of(step, step)[0]) for each in trace.ranks))
+
+
+def with_nan(trace, first, ranks):
+    """Return the trace with a loss of NaN from a step on."""
+    parts = []
+    for part in trace.ranks:
+        rows = part.rows.copy()
+        is_late = (rows["kind"] == Kind.METRIC) & (rows["step"] >= first)
+        rows["value"][is_late & (part.rank in ranks)] = np.nan
+        parts.append(replace(part, rows=rows))
+    return Trace(trace.header, tuple(parts))
+
+
+SLOW = Setup(num_ranks=2, steps=8, slow=1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "trace", "subject", "models"),
+    [
+        ("not-finite", with_nan(simulate(SLOW), 4, (1,)), "", ()),  # with the evidence of the slow rank below
+        ("no-zero-grad", simulate(SLOW), "", (replace(NET, never_cleared=("opt",)),)),
+        ("slow-rank", simulate(SLOW), "", ()),
+        ("no-sync-left-on", test_unreduced.without(simulate(test_unreduced.SETUP), 2), "", ()),
+        ("wait", simulate(CLEAN), "wait", ()),
+        ("peak", simulate(KEPT), "peak", ()),
+        ("step", simulate(CLEAN), "step", ()),
+        ("nothing", simulate(CLEAN), "", ()),
+        ("rank", simulate(CLEAN), "0", ()),
+        ("unit", simulate(CLEAN), "blocks.1", ()),
+    ],
+)
+def test_the_picture_of_each_answer_is_drawn(rule, trace, subject, models):
+    found = explain(trace, subject, models=models, is_live=True)
+    assert found.answer.rule == rule
+    assert draw(found.picture.view, trace, **found.picture.options, marks=found.marks).data
 
 
 # ---- a slow rank
@@ -248,7 +284,7 @@ def test_any_subject_of_any_trace_is_explained_and_drawn(trace, data):
         assert sum(each.waited_for_ns.values()) == each.groups_ns[Group.LATE]
     assert step is None or found.step == step
     if found.picture is not None:
-        draw(found.picture.view, trace, **found.picture.options)
+        draw(found.picture.view, trace, **found.picture.options, marks=found.marks)
 
 
 @pytest.mark.parametrize("setup", [CLEAN, Setup(num_ranks=4, steps=7, late=2)], ids=["even", "one late"])
@@ -564,15 +600,8 @@ def test_a_long_run_of_many_units_takes_little_time():
     ],
 )
 def test_a_loss_that_is_not_finite_is_said_first(ranks, first, words):
-    parts = []
-    for part in simulate(CLEAN).ranks:
-        rows = part.rows.copy()
-        is_late = (rows["kind"] == Kind.METRIC) & (rows["step"] >= first)
-        rows["value"][is_late & (part.rank in ranks)] = np.nan
-        parts.append(replace(part, rows=rows))
-    found = explain(Trace(simulate(CLEAN).header, tuple(parts)), is_live=True)
+    found = explain(with_nan(simulate(CLEAN), first, ranks), is_live=True)
     assert (found.answer.verdict == words) == bool(words)
     assert [fault.rule for fault in found.faults] == ["not-finite"] * bool(words)
     if words:
         assert found.answer.fix.startswith("%fsdp verify")
-        assert draw(found.picture.view, simulate(CLEAN), **found.picture.options) is not None
