@@ -27,6 +27,7 @@ from tests.helpers.fake_cluster import (
 from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.waiting import wait_until
+from tests.replay.test_collectives import resharded_at
 from workbench.base.codec import encode
 from workbench.base.fault import Fault
 from workbench.cluster.pending_replies import Output, PendingReplies, settle
@@ -1016,6 +1017,13 @@ def test_an_answer_whose_picture_fails_is_shown_with_the_reason():
     answer = ExplainReport(subject="", step=3, answer=Fault(rule="step", verdict=""), num_checks=0, picture=picture)
     (reason,) = Bench().picture(answer).layout.annotations
     assert "%fsdp timeline --size 3 cannot be drawn" in reason.text
+
+
+def test_the_policies_of_an_opened_trace_are_compared(tmp_path):
+    save(resharded_at(1), tmp_path / "run.trace")
+    wb = Bench.open(tmp_path / "run.trace")
+    assert "step 0" in subtitle(wb.compare())
+    assert wb.numbers("compare").names == ("this run, step 0", "this run, step 1")
 
 
 def test_views_of_an_empty_trace_are_figures():

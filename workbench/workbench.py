@@ -60,7 +60,7 @@ from workbench.protocol.example import EXAMPLE
 from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.activations import comparable
-from workbench.replay.units import collectives_words, unmanaged_notes
+from workbench.replay.units import collectives_words, policy_steps, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
 from workbench.reports.checkpoint_reports import LoadReport, SaveReport, SnapshotReport
@@ -1206,7 +1206,7 @@ class Workbench:
 
     # ---- views
 
-    def view(self, name: str, **options: object) -> go.Figure:
+    def view(self, name: str, **options: Any) -> go.Figure:  # noqa: ANN401 - of the view
         """Return the view ``name`` of the trace up to the cursor.
 
         Raises:
@@ -1271,7 +1271,8 @@ class Workbench:
             first, second, note = comparable(first, second)
             name_a = " ".join(filter(None, [f"the {PLAN}" if a == PLAN else name_a, note]))
             return (name_a, first), (f"the {PLAN}" if b == PLAN else name_b, second)
-        return policies(self._first_steps(), lambda: self.trace)
+        first_steps = policy_steps(self.trace.header) if self.record else self._first_steps()
+        return policies(first_steps, lambda: self.trace, is_live=not self.record)
 
     def _first_steps(self) -> list[int]:
         """Return the number of the first step under each policy, oldest first."""

@@ -487,6 +487,16 @@ def test_a_number_that_is_a_unit_and_a_rank_is_refused():
     assert explain(numbered, "2").subject == "2"
 
 
+def test_a_step_is_explained_by_its_own_policy():
+    trace = simulate(KEPT)
+    units = tuple(
+        replace(unit, reshard_after_forward=True).following(unit.following(None, 0), 5) for unit in trace.header.units
+    )
+    later = Trace(replace(trace.header, units=units), trace.ranks)
+    assert explain(later, "peak", step=4).answer == explain(trace, "peak", step=4).answer
+    assert explain(later, "peak", step=5).answer != explain(trace, "peak", step=5).answer
+
+
 def test_forwards_without_a_step_are_told_from_a_trace_without_any():
     trace = simulate(replace(CLEAN, steps=1))
     parts = []

@@ -20,6 +20,7 @@ from workbench.protocol.breakpoints import is_unit
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import label, ranges
 from workbench.replay.training import LOSS, summary
+from workbench.replay.units import under_policies_of
 from workbench.reports.explain_peak import explain_peak, peak_report
 from workbench.reports.explain_report import ExplainReport, Picture
 from workbench.reports.explain_times import (
@@ -67,6 +68,8 @@ def explain(
     """
     if not trace.num_rows:
         raise UsageError("nothing is recorded yet, so nothing can be explained: %fsdp shard MODEL, then %fsdp step 5")
+    if step is not None:
+        trace = Trace(under_policies_of(trace.header, step), trace.ranks)
     study = StepStudy(trace=trace, step=step, models=tuple(models), is_live=is_live)
     if subject in {"", *ANSWERS} and not which:
         _check_steps(study)
