@@ -20,7 +20,8 @@ from tests.replay.test_step_parts import with_hold
 from workbench.base.text_formats import format_bytes, format_duration
 from workbench.errors import UsageError
 from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, Kind, UnitState, unit_words
-from workbench.protocol.rank_messages import ModelInfo
+from workbench.protocol.policy import ModelPolicy
+from workbench.protocol.rank_messages import ModelInfo, WrapClass
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group
@@ -485,6 +486,22 @@ def test_a_number_that_is_a_unit_and_a_rank_is_refused():
     assert explain(numbered, "0").subject == "rank 0"
     assert explain(numbered, "unit", "1").subject == "1"
     assert explain(numbered, "2").subject == "2"
+
+
+@pytest.mark.parametrize(
+    ("classes", "lines"),
+    [
+        ({"Sequential": 7 * 32_768}, ["%fsdp reshard net --wrap Block,Sequential"]),
+        ({"Linear": 32_768}, []),
+        ({"Sequential": 7 * 32_768, "Mlp": 7 * 32_768}, []),
+    ],
+)
+def test_smaller_units_are_all_of_a_class_that_is_known(classes, lines):
+    known = tuple(WrapClass(name=name, count=7, num_elements=size) for name, size in classes.items())
+    words = {"api": "fully_shard", "strategy": "full", "mesh": "2", "reshard_after_forward": "auto", "mp": "off"}
+    policy = ModelPolicy(**words, orig_params=False, wrap=("Block",), offload=False, prefetch=0)
+    found = explain(simulate(KEPT), "peak", models=(replace(NET, classes=known, policy=policy),))
+    assert [each.line for each in found.savings if each.knob is Knob.SMALLER_UNITS] == lines
 
 
 def test_a_step_is_explained_by_its_own_policy():

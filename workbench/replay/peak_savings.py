@@ -11,7 +11,8 @@ that only moves the peak elsewhere counts as what it is.
 - *fewer units ahead*: of the units that were gathered ahead at the peak, all but the one that runs next and the one
   after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
-- *smaller units*: the largest unit at the peak, in parts; its largest part stays. At most.
+- *smaller units*: the largest submodule of the largest unit at the peak gets a unit of its own, or all of its name do;
+  it alone stays. At most. Price: an all-gather for each of the outer units'.
 - *checkpointing*: what a numbered module such as ``blocks.2`` makes and keeps itself is not there from its forward to
   the begin of its backward. Its input stays, as another module makes it. At most: its output stays as well.
 
@@ -64,7 +65,8 @@ class Saving:
         saved_bytes: how much lower that is.
         is_bound: whether it is only the most that it saves.
         units: the units that it changes.
-        modules: the list of modules that it changes, such as ``"blocks"``; empty: none.
+        modules: the list of modules that it changes, such as ``"blocks"``, or the name that submodules of its units
+            share, such as ``"mlp"``; empty: none.
         more_calls: all-gathers that a step has in addition.
         more_bytes: their payload.
         more_ns: what they take if nothing overlaps with them, by those of the step; 0: unknown.
@@ -108,7 +110,7 @@ def savings(
             _reshard(part, found, units),
             _fewer_ahead(header, part, found, at_peak),
             _offload(found, units) if on_device else None,
-            _smaller(header, part, found, at_peak),
+            *_smaller(header, part, found, at_peak),
             *known,
             _precision(part, found, units),
         ]
@@ -245,36 +247,59 @@ def _offload(found: Peak, units: dict[int, Unit]) -> Saving | None:
     return Saving(knob=Knob.OFFLOAD, peak_bytes=found.num_bytes - saved, saved_bytes=saved, is_bound=True)
 
 
-def _smaller(header: Header, part: RankTrace, found: Peak, at_peak: dict[int, UnitHistory]) -> Saving | None:
-    """Return what cutting the largest unit at the peak saves, if it has more than half of the unsharded bytes."""
+def _smaller(header: Header, part: RankTrace, found: Peak, at_peak: dict[int, UnitHistory]) -> list[Saving]:
+    """Return what a unit of its own saves for the largest submodule of the largest unit, and for all of its name.
+
+    None of these where the cut units have less than half of the unsharded bytes.
+    """
     sizes = {unit: _full_bytes(part.rows, unit) for unit in at_peak if unit in found.unsharded_units}
     if not sizes:
-        return None
+        return []
     unit = max(sizes, key=lambda one: sizes[one])
     parts = parts_of(header.units[unit])
-    if len(parts) < 2 or 2 * sizes[unit] <= found.bytes_by_category[Category.UNSHARDED_PARAMS]:
-        return None
-    total = sum(parts.values())
-    saved = int(sizes[unit] * (total - max(parts.values())) / total) if total else 0
+    if len(parts) < 2:
+        return []
+    inner = parts.most_common(1)[0][0]
+    model = [each for each in header.units if each.in_use and each.root == header.units[unit].root]
+    alike = tuple(each.index for each in model if inner in parts_of(each))
+    both = [((unit,), ""), *([(alike, inner)] if len(alike) > 1 else [])]
+    made = (_cut(header, part, found, units, inner, modules) for units, modules in both)
+    return [saving for saving in made if 2 * sum(sizes.get(each, 0) for each in saving.units) > _unsharded(found)]
+
+
+def _unsharded(found: Peak) -> int:
+    return found.bytes_by_category[Category.UNSHARDED_PARAMS]
+
+
+def _cut(header: Header, part: RankTrace, found: Peak, units: tuple[int, ...], inner: str, modules: str) -> Saving:
+    """Return what units save whose submodule ``inner`` has a unit of its own, if that alone stays unsharded."""
+    saved = 0
+    for unit in units:
+        if unit in found.unsharded_units:
+            parts = parts_of(header.units[unit])
+            saved += _full_bytes(part.rows, unit) * (parts.total() - parts[inner]) // max(parts.total(), 1)
+    gathers = table(part)
+    calls = int(((gathers.kind == Kind.ALL_GATHER) & np.isin(gathers.unit, units)).sum())
     return Saving(
         knob=Knob.SMALLER_UNITS,
         peak_bytes=found.num_bytes - saved,
         saved_bytes=saved,
         is_bound=True,
-        units=(unit,),
-        more_calls=2 * (len(parts) - 1),
+        units=units,
+        modules=modules,
+        more_calls=calls,  # the inner unit is gathered whenever the outer one is
     )
 
 
 def parts_of(unit: Unit) -> Counter[str]:
-    """Return the elements of each submodule directly below a unit, by its name."""
+    """Return the elements of each submodule directly below a unit, by its name in the unit's module."""
     prefix = f"{unit.name}." if unit.name else ""
     found = Counter[str]()
     for param in unit.params:
         for name, shape in ((each.fqn, each.shape) for each in (param.parts or (param,))):
             inner = name.removeprefix(prefix)
             if "." in inner:
-                found[prefix + inner.partition(".")[0]] += prod(shape)
+                found[inner.partition(".")[0]] += prod(shape)
     return found
 
 
