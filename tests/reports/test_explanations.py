@@ -303,12 +303,12 @@ def test_a_step_has_one_duration_wherever_it_is_named(setup):
 def test_the_parts_of_a_step_are_a_line_for_each_rank():
     found = explain(simulate(CLEAN), "step")
     assert re.match(
-        r"step 6 took \S+ ms: compute \d+%, exposed communication \d+%, waiting for a slower rank \d+%, host \d+% "
-        r"\(shares: mean of 2 ranks\); no rank is slow$",
+        r"step 6 took \S+ ms: compute \d+%, transfers and copies \d+%, waiting for a slower rank \d+%, host \d+% "
+        r"\(of the time of 2 ranks together\); no rank is slow$",
         found.headline,
     )
     assert re.match(
-        r"rank 0: \S+ ms = compute \S+ ms \+ exposed communication \S+ [µm]s \+ waiting for a slower rank \S+.* \+ ",
+        r"rank 0: \S+ ms = compute \S+ ms \+ transfers and copies \S+ [µm]s \+ waiting for a slower rank \S+.* \+ ",
         found.answer.evidence[0],
     )
     assert found.picture.line == "%fsdp timeline --step 6"

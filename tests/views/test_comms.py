@@ -60,7 +60,8 @@ def test_the_table_shows_each_unit_and_kind_with_the_expected_numbers():
     assert column(fig, "calls") == ["1", "1", "2", "1", "2", "1", "2", "1"]
     assert column(fig, "payload")[2:4] == ["385 KiB", "193 KiB"]
     assert column(fig, "expected")[2:4] == ["= 2 x 193 KiB", "= 1 x 193 KiB"]
-    assert column(fig, "sent")[2:4] == ["289 KiB", "144 KiB"]  # 3/4 of the payload on 4 ranks
+    assert column(fig, "a ring sends")[2:4] == ["289 KiB", "144 KiB"]  # 3/4 of the payload on 4 ranks
+    assert "; times: mean of 4 ranks" in subtitle(fig).replace(" · ", "; ")
     assert "Rank 0: 1.79 MiB of data; a ring would send 1.34 MiB per rank" in subtitle(fig)
 
 
@@ -189,14 +190,14 @@ def test_copies_have_their_all_reduces_over_fewer_ranks():
         "blocks.0 all-reduce over 2",
     ]
     assert column(fig, "payload")[4:] == ["193 KiB", "48.1 KiB"]
-    assert column(fig, "sent")[4:] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
+    assert column(fig, "a ring sends")[4:] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
 
 
 def test_backward_among_few_ranks_has_its_own_row():
     fig = comms(simulate(Setup(num_ranks=4, reshard_after_forward=2, num_units=2, steps=1)))
     assert title(fig).endswith("all-gathers 3 of 3, reduce-scatters 2 of 2: as expected")
     assert labels(fig)[2:4] == ["blocks.0 all-gather over 4", "blocks.0 all-gather over 2"]
-    assert column(fig, "sent")[2:4] == ["144 KiB", "96.3 KiB"]
+    assert column(fig, "a ring sends")[2:4] == ["144 KiB", "96.3 KiB"]
 
 
 def test_mixed_precision_is_expected_in_its_bytes():

@@ -256,7 +256,8 @@ def _subtitle(header: Header, shown: int, rows: Sequence[Comparison], num_left_o
         unseen_words(header),
         "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
-        else f"compute waited {format_duration(exposed_ns)} of the {format_duration(time_ns)} that collectives took",
+        else f"compute waited {format_duration(exposed_ns)} of the {format_duration(time_ns)} that collectives took"
+        f"{_whose_times(own)}",
         theme.clock_words(header, clock) if clock is ClockSource.DEVICE else "",
         _differing(header, shown, rows),
         *unmanaged_notes(header),
@@ -273,6 +274,15 @@ def _differing(header: Header, shown: int, rows: Sequence[Comparison]) -> str:
     if any(header.units[unit].at_step(shown).since_step < 0 for unit in units):
         return "≠: the policy of that step is not recorded, so these are the expected numbers of the newest one"
     return "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
+
+
+def _whose_times(rows: Sequence[Comparison]) -> str:
+    """Return over which ranks the times of rows are means, as text; empty for one rank."""
+    num_ranks = {len(row.ranks) for row in rows}
+    if num_ranks == {1}:
+        return ""
+    whose = plural(num_ranks.pop(), "rank") if len(num_ranks) == 1 else "the ranks of each row"
+    return f"; times: mean of {whose}"
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
@@ -322,8 +332,8 @@ def _expected(row: Comparison) -> str:
 _COLUMNS = (
     Column(heading="calls", width=42, text=lambda row: f"{row.calls}"),
     Column(
-        heading="payload<br>sent",
-        width=68,
+        heading="payload<br>a ring sends",
+        width=84,
         text=lambda row: f"{format_bytes(row.num_bytes)}<br>{format_bytes(sent_bytes(row))}",
         is_of_hosts=False,
     ),
@@ -404,7 +414,7 @@ def _on_page(
 
 
 def _phrases(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
-    """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
+    """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "a ring sends 289 KiB", ...]``."""
     pairs = [(column.heading.split("<br>"), column.text(comparison).split("<br>")) for column in columns]
     return [f"{name} {text}" for names, texts in pairs for name, text in zip(names, texts, strict=True)]
 
