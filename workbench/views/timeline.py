@@ -30,7 +30,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
-from workbench.views.paused_time import add_holds, hold_words
+from workbench.views.paused_time import add_holds, hold_words, num_names
 from workbench.views.rank_labels import MANY, several, who
 from workbench.views.responsive import on_pages
 from workbench.views.span_shapes import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
@@ -124,7 +124,7 @@ def timeline(
         _title(drawn, shown, state, parts, blocks, waited_ns),
         _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
         barmode="overlay",
-        **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
+        **theme.legend_below(len({*bars.colour.tolist()}) + 1 + num_names(cuts)),
     )
     rows = round(grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high))
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
