@@ -244,6 +244,13 @@ def test_a_figure_on_a_wider_page_has_nothing_of_its_narrow_layout(page, view):
     assert after_narrow == alone
 
 
+@pytest.mark.parametrize("widths", [[595, 505], [505, 595], [395, 360, 395]])
+def test_a_legend_keeps_its_rows_where_the_layout_stays(page, widths):
+    """As where a notebook shows a cell again with another width of its scroll bar."""
+    figure = json.loads(figures()["memory of deep"].to_json())
+    assert list(complaints(page.evaluate(_DRAW, [figure, widths]))) == []
+
+
 def test_the_check_finds_overlaps(page):
     """The measure reports a legend over the plot, and texts at the same position."""
     figure = draw("memory", long_names(simulate(Setup(num_ranks=2, num_units=3, steps=1))))

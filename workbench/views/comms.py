@@ -333,7 +333,7 @@ _COLUMNS = (
     Column(heading="calls", width=42, text=lambda row: f"{row.calls}"),
     Column(
         heading="payload<br>a ring sends",
-        width=84,
+        width=96,
         text=lambda row: f"{format_bytes(row.num_bytes)}<br>{format_bytes(sent_bytes(row))}",
         is_of_hosts=False,
     ),
