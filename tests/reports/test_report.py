@@ -320,7 +320,8 @@ def test_verify_of_nan_only_cannot_compare():
     nan = math.nan
     alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
     facts = dict(alike.facts())
-    assert set(facts) == {"loss", "NaN or infinity in"}
+    assert set(facts) == {"loss", "NaN or infinity in", "next"}
+    assert "then %fsdp break add nan" in facts["next"]
     assert facts["loss"] == "NaN sharded, NaN unsharded"
     for other in (replace(alike, not_finite=("a",)), replace(alike, ok=False)):
         assert "largest difference" in dict(other.facts())

@@ -34,6 +34,7 @@ from workbench.reports.explain_times import (
 )
 from workbench.reports.explain_unit import explain_unit
 from workbench.reports.step_study import StepStudy
+from workbench.reports.verify_report import NAN_IN_PARAMETERS
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views.unit_selection import meant
@@ -154,7 +155,7 @@ def _not_finite(study: StepStudy) -> Fault | None:
         rule="not-finite",
         verdict=f"the loss is NaN or infinite since {since}" + f", first on {label(loss.first_not_finite)}" * some,
         evidence=(f"{plural(len(loss.steps), 'step')} logged a loss, {plural(len(finite), 'finite one')}",),
-        fix="%fsdp verify names the first module with NaN, and its ranks" if study.is_live else "",
+        fix=NAN_IN_PARAMETERS if study.is_live else "",
     )
 
 
