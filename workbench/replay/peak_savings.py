@@ -35,7 +35,7 @@ from workbench.replay.activations import block_of, moves, owners
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
 from workbench.replay.spans import Ints, of_kind
-from workbench.replay.unit_history import UnitCause, UnitHistory
+from workbench.replay.unit_history import AWAITED, UnitCause, UnitHistory
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
@@ -212,7 +212,7 @@ def _fewer_ahead(header: Header, part: RankTrace, found: Peak, at_peak: dict[int
     ahead = [
         unit
         for unit, known in at_peak.items()
-        if known.last in {UnitCause.AWAITED, UnitCause.IN_FLIGHT}
+        if known.last in {*AWAITED, UnitCause.IN_FLIGHT}
         and known.events[0].cause in {UnitCause.AHEAD_IN_FORWARD, UnitCause.AHEAD_IN_BACKWARD}
     ]
     ahead.sort(key=lambda unit: at_peak[unit].events[0].seq)

@@ -107,10 +107,11 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     below, entry = None, legend_width(fig)
     is_beside, is_below = fig.layout.legend.y is None, fig.layout.legend.yref == "container"
     is_tight = is_beside and drawn - beside - entry < _LEAST_BESIDE * width
-    if entries and (is_tight or (width < theme.NARROWEST and (is_beside or is_below))):
+    is_narrow = width < theme.NARROWEST
+    if entries and (is_tight or is_below or (is_narrow and is_beside)):
         below = theme.legend_below(len(entries), drawn - beside, entry)
         margin["b"] = below["margin_b"]
-        found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
+        found["legend"] |= below["legend"] | ({} if is_below and not is_narrow else {"x": 0.01, "xanchor": "left"})
     under = margin["b"] - theme.BELOW_AXIS + _LEGEND_PADDING
     margin["t"] += own.pop("above", 0)
     margin["b"] += own.pop("below", 0)
