@@ -502,6 +502,9 @@ def test_smaller_units_are_all_of_a_class_that_is_known(classes, lines):
     policy = ModelPolicy(**words, orig_params=False, wrap=("Block",), offload=False, prefetch=0)
     found = explain(simulate(KEPT), "peak", models=(replace(NET, classes=known, policy=policy),))
     assert [each.line for each in found.savings if each.knob is Knob.SMALLER_UNITS] == lines
+    assert any(f"by formula, {line} saves about " in text for line in lines for text in found.answer.evidence) == any(
+        lines
+    )
 
 
 def test_a_step_is_explained_by_its_own_policy():

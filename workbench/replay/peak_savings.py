@@ -12,7 +12,8 @@ that only moves the peak elsewhere counts as what it is.
   after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
 - *smaller units*: the largest submodule of the largest unit at the peak gets a unit of its own, or all of its name do;
-  it alone stays. At most. Price: an all-gather for each of the outer units'.
+  what is gathered, and its gradients, are then those of it alone. About: units also run and reduce at other moments.
+  Price: an all-gather for each of the outer units'.
 - *checkpointing*: what a numbered module such as ``blocks.2`` makes and keeps itself is not there from its forward to
   the begin of its backward. Its input stays, as another module makes it. At most: its output stays as well.
 
@@ -29,6 +30,7 @@ from enum import Enum
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import MOVES, OFFLOADED, Category, Edge, Kind, Phase, Unit
 from workbench.replay.activations import block_of, moves, owners
@@ -39,7 +41,9 @@ from workbench.replay.unit_history import AWAITED, UnitCause, UnitHistory
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
-_FULL = (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS, Category.UNSHARDED_GRADS)
+_GATHERED = (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS)
+_FULL = (*_GATHERED, Category.UNSHARDED_GRADS)
+_OF_UNITS = (*_FULL, Category.REDUCE_SCATTER_BUFFERS)
 BF16 = 2
 """Bytes of an element of bfloat16."""
 
@@ -130,6 +134,13 @@ def peak_with(part: RankTrace, edits: _Edits) -> int:
     places, deltas = _in_use(part.rows)
     order = np.argsort(np.concatenate([2 * places + 1, 2 * np.array(edits.place, np.int64)]), kind="stable")
     total = np.cumsum(np.concatenate([deltas, np.array(edits.num_bytes, np.int64)])[order])
+    return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
+
+
+def _peak_times(part: RankTrace, factor: NDArray[np.float64]) -> int:
+    """Return the peak of a rank's rows if those that move bytes in use moved ``factor`` as many, ``[M]``."""
+    _, deltas = _in_use(part.rows)
+    total = np.cumsum((deltas * factor).astype(np.int64))
     return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
 
 
@@ -232,11 +243,7 @@ def _fewer_ahead(header: Header, part: RankTrace, found: Peak, at_peak: dict[int
 def _bytes_at(header: Header, part: RankTrace, found: Peak, unit: int) -> int:
     """Return the bytes of a unit's full parameters and gather buffers at the peak."""
     rows = part.rows[: found.seq + 1 - part.start.seq]
-    is_one = (
-        of_kind(rows, MOVES)
-        & (rows["unit"] == unit)
-        & np.isin(rows["category"], (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS))
-    )
+    is_one = of_kind(rows, MOVES) & (rows["unit"] == unit) & np.isin(rows["category"], _GATHERED)
     return max(int(rows["num_bytes"][is_one].sum()), 0)
 
 
@@ -272,19 +279,20 @@ def _unsharded(found: Peak) -> int:
 
 
 def _cut(header: Header, part: RankTrace, found: Peak, units: tuple[int, ...], inner: str, modules: str) -> Saving:
-    """Return what units save whose submodule ``inner`` has a unit of its own, if that alone stays unsharded."""
-    saved = 0
+    """Return about what units save whose submodule ``inner`` has a unit of its own, if that alone is gathered."""
+    places, _ = _in_use(part.rows)
+    rows = part.rows[places]
+    factor = np.ones(len(rows))
     for unit in units:
-        if unit in found.unsharded_units:
-            parts = parts_of(header.units[unit])
-            saved += _full_bytes(part.rows, unit) * (parts.total() - parts[inner]) // max(parts.total(), 1)
+        parts = parts_of(header.units[unit])
+        factor[(rows["unit"] == unit) & np.isin(rows["category"], _OF_UNITS)] = parts[inner] / max(parts.total(), 1)
+    peak = _peak_times(part, factor)
     gathers = table(part)
     calls = int(((gathers.kind == Kind.ALL_GATHER) & np.isin(gathers.unit, units)).sum())
     return Saving(
         knob=Knob.SMALLER_UNITS,
-        peak_bytes=found.num_bytes - saved,
-        saved_bytes=saved,
-        is_bound=True,
+        peak_bytes=peak,
+        saved_bytes=found.num_bytes - peak,
         units=units,
         modules=modules,
         more_calls=calls,  # the inner unit is gathered whenever the outer one is
@@ -332,7 +340,7 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     wide = tuple(unit for unit, each in units.items() if each.compute_itemsize > BF16)
     if not wide:
         return None
-    places, deltas = _in_use(part.rows)
+    places, _ = _in_use(part.rows)
     rows = part.rows[places]
     compute = np.ones(max(units) + 2)  # the last entry is for -1
     reduce = np.ones(max(units) + 2)
@@ -343,6 +351,5 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     factor = np.where(np.isin(rows["category"], _FULL), compute[number], 1.0)
     factor = np.where(rows["category"] == Category.REDUCE_SCATTER_BUFFERS, reduce[number], factor)
     factor = np.where(rows["category"] == Category.ACTIVATIONS, compute.min(), factor)
-    total = np.cumsum((deltas * factor).astype(np.int64))
-    peak = in_use(part.start.bytes_by_category) + int(total.max(initial=0))
+    peak = _peak_times(part, factor)
     return Saving(knob=Knob.PRECISION, peak_bytes=peak, saved_bytes=found.num_bytes - peak, is_bound=True, units=wide)

@@ -121,9 +121,10 @@ def _until(peak: EventMark, known: UnitHistory) -> EventMark | None:
 
 def price_words(saving: PeakSaving) -> str:
     """Return what a knob saves and costs, as text."""
-    most = "at most " if saving.is_bound else ""
+    about = "about " if saving.knob is Knob.SMALLER_UNITS else ""
+    most, least = ("at most ", "at least ") if saving.is_bound else (about, about)
     saved = f"by formula, {saving.line} saves {most}{format_bytes(saving.saved_bytes)}: "
-    peak = f"a peak of {'at least ' if saving.is_bound else ''}{format_bytes(saving.peak_bytes)}"
+    peak = f"a peak of {least}{format_bytes(saving.peak_bytes)}"
     if not saving.more_calls:
         return f"{saved}{peak}, {_PRICES[saving.knob]}"
     calls = f"{plural(saving.more_calls, 'more all-gather')} in each step"
