@@ -10,6 +10,7 @@ from tests.helpers.warm_python import WARM
 from workbench.events import (
     BESIDE,
     COLLECTIVES,
+    MAX_EARLIER,
     RANK_TRACKS,
     ROOT,
     STOPS,
@@ -20,6 +21,7 @@ from workbench.events import (
     Kind,
     Phase,
     Track,
+    Unit,
     UnitState,
     on_track,
     unit_words,
@@ -139,3 +141,25 @@ def test_a_kind_is_one_row():
         [WARM.executable(), "-m", "tests.helpers.added_kinds"], cwd=REPO, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ([(0, True)], [(0, True), (0, True)]),
+        ([(0, True), (8, False)], [(0, True), (8, False)]),
+        ([(0, True), (8, True)], [(0, True), (0, True)]),
+        ([(8, True), (8, False)], [(-1, False), (8, False)]),  # within a step, or before its first forward
+        ([(step, bool(step % 2)) for step in range(40)], [(-1, True), (-1, True)]),  # of many, the newest are kept
+    ],
+)
+def test_a_unit_has_the_policy_of_a_step(changes, found):
+    sizes = {"compute_dtype": "float32", "reduce_dtype": "float32", "compute_itemsize": 4, "reduce_itemsize": 4}
+    unit = None
+    for step, reshard in changes:
+        unit = Unit(
+            index=0, name="", root=0, params=(), reshard_after_forward=reshard, shard_size=2, **sizes
+        ).following(unit, step)
+    there = [unit.at_step(step) for step in (7, 8)]
+    assert [(each.since_step, each.reshard_after_forward) for each in there] == found
+    assert len(unit.earlier) <= MAX_EARLIER

@@ -27,11 +27,14 @@ from tests.helpers.fake_cluster import (
 from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.simulated_job import Setup, simulate
 from tests.helpers.waiting import wait_until
+from tests.replay.test_collectives import resharded_at
 from workbench.base.codec import encode
+from workbench.base.fault import Fault
 from workbench.cluster.pending_replies import Output, PendingReplies, settle
 from workbench.errors import ClusterError, Interrupted, RankDied, RankError, UsageError
 from workbench.protocol.commands import START_TIMEOUT_S, Reshard, Shard, Step, UnmanagedState, Verify
 from workbench.protocol.rank_messages import CellLine, GiveUp
+from workbench.reports.explain_report import ExplainReport, Picture
 from workbench.session import session, stall_notice, waiter
 from workbench.trace import steps
 from workbench.trace.columns import Trace
@@ -1008,6 +1011,20 @@ def test_explanations_are_reports_with_a_picture(trained):
     assert trained.explain("blocks.0").headline == "blocks.0 is sharded: freed after backward in step 2"
     empty = replace(found, picture=None)
     assert trained.picture(empty) is None
+
+
+def test_an_answer_whose_picture_fails_is_shown_with_the_reason():
+    picture = Picture(view="timeline", options={"size": 3})
+    answer = ExplainReport(subject="", step=3, answer=Fault(rule="step", verdict=""), num_checks=0, picture=picture)
+    (reason,) = Bench().picture(answer).layout.annotations
+    assert "%fsdp timeline --size 3 cannot be drawn" in reason.text
+
+
+def test_the_policies_of_an_opened_trace_are_compared(tmp_path):
+    save(resharded_at(1), tmp_path / "run.trace")
+    wb = Bench.open(tmp_path / "run.trace")
+    assert "step 0" in subtitle(wb.compare())
+    assert wb.numbers("compare").names == ("this run, step 0", "this run, step 1")
 
 
 def test_views_of_an_empty_trace_are_figures():

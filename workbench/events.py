@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum, auto
 from typing import Any, Protocol, Self
 
@@ -553,6 +553,10 @@ def engine_named(name: str) -> Engine:
     return ENGINES.get(name or OWN_ENGINE) or Engine(name=name)
 
 
+MAX_EARLIER = 16
+"""Policies of a unit that a trace keeps besides the newest: a program may change them in each step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """One ``fully_shard`` call: one communication group of parameters.
@@ -579,6 +583,8 @@ class Unit:
         num_reductions: all-reduces that average its gradients in one pass, each a part of them; 0: unknown.
         retired: True once ``unshard_module`` has undone the unit.
         gone: True once its model was garbage-collected, for example after its cell was run again.
+        since_step: the first step under this policy; -1: not recorded.
+        earlier: it under its last :data:`MAX_EARLIER` policies before this one, oldest first.
     """
 
     index: int
@@ -599,6 +605,33 @@ class Unit:
     num_reductions: int = 1
     retired: bool = False
     gone: bool = False
+    since_step: int = -1
+    earlier: tuple[Unit, ...] = ()
+
+    @property
+    def policy(self) -> tuple[object, ...]:
+        """What decides its collectives and may change from step to step."""
+        params = tuple((param.trainable, param.compute_itemsize) for param in self.params)
+        return self.reshard_after_forward, self.compute_itemsize, self.reduce_itemsize, params
+
+    def following(self, known: Unit | None, step: int) -> Unit:
+        """Return this unit with the policies that it had before.
+
+        Args:
+            known: its description until now; None: there is none.
+            step: the step that runs, or else the next one.
+        """
+        if known is None:
+            return replace(self, since_step=step)
+        if known.policy == self.policy:
+            return replace(self, since_step=known.since_step, earlier=known.earlier)
+        before = tuple(unit for unit in (*known.earlier, replace(known, earlier=())) if unit.since_step < step)
+        return replace(self, since_step=step, earlier=before[-MAX_EARLIER:])
+
+    def at_step(self, step: int) -> Unit:
+        """Return it under the policy of a step; ``since_step`` is -1 if that is not recorded: then under the newest."""
+        known = [unit for unit in (*self.earlier, self) if 0 <= unit.since_step <= step]
+        return replace(known[-1] if known else self, since_step=known[-1].since_step if known else -1, earlier=())
 
     @property
     def runner(self) -> Engine:

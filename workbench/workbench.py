@@ -60,7 +60,7 @@ from workbench.protocol.example import EXAMPLE
 from workbench.protocol.planning import planned_ranks
 from workbench.protocol.rank_messages import ModelInfo, Names, RunCell
 from workbench.replay.activations import comparable
-from workbench.replay.units import collectives_words, unmanaged_notes
+from workbench.replay.units import collectives_words, policy_steps, unmanaged_notes
 from workbench.reports import cursor as cursors
 from workbench.reports import run_where
 from workbench.reports.checkpoint_reports import LoadReport, SaveReport, SnapshotReport
@@ -110,7 +110,7 @@ from workbench.session.waiter import ASK_S
 from workbench.trace.columns import Trace, steps
 from workbench.trace.file import load, save
 from workbench.trace.read_recording import RecordingReader
-from workbench.views import VIEWS, draw
+from workbench.views import VIEWS, draw, theme
 from workbench.views.compare import draw as draw_compared
 from workbench.views.fit import fit as fit_figure
 
@@ -1217,7 +1217,7 @@ class Workbench:
 
     # ---- views
 
-    def view(self, name: str, **options: object) -> go.Figure:
+    def view(self, name: str, **options: Any) -> go.Figure:  # noqa: ANN401 - of the view
         """Return the view ``name`` of the trace up to the cursor.
 
         Raises:
@@ -1273,7 +1273,10 @@ class Workbench:
         report = result if isinstance(result, ExplainReport) else None
         if report is None or report.picture is None:
             return None
-        return self.view(report.picture.view, **report.picture.options, marks=report.marks)
+        try:
+            return self.view(report.picture.view, **report.picture.options, marks=report.marks)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with the picture, the answer has to be shown
+            return theme.empty(f"{report.picture.line} cannot be drawn: {type(error).__name__}: {error}")
 
     def _sides(self, a: TraceSelector, b: TraceSelector) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
         if a != "":
@@ -1282,7 +1285,8 @@ class Workbench:
             first, second, note = comparable(first, second)
             name_a = " ".join(filter(None, [f"the {PLAN}" if a == PLAN else name_a, note]))
             return (name_a, first), (f"the {PLAN}" if b == PLAN else name_b, second)
-        return policies(self._first_steps(), lambda: self.trace)
+        first_steps = policy_steps(self.trace.header) if self.record else self._first_steps()
+        return policies(first_steps, lambda: self.trace, is_live=not self.record)
 
     def _first_steps(self) -> list[int]:
         """Return the number of the first step under each policy, oldest first."""

@@ -175,7 +175,7 @@ def test_a_term_is_explained_where_it_is_first_met(bare):
         ["unit"],
         [],
         [],
-        ["exposed communication"],
+        ["transfers and copies"],
         [],
     ]
 

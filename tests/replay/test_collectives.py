@@ -345,6 +345,14 @@ def test_parameters_unsharded_before_a_step_are_not_gathered_in_forward():
     assert not any(row.differs for step in (0, 1) for row in compare(full, step))
 
 
+def resharded_at(step):
+    """Return a trace whose units have kept their parameters after forward since a step."""
+    trace = example_trace(steps=2)
+    before = [unit.following(None, 0) for unit in trace.header.units]
+    units = tuple(dataclasses.replace(u, reshard_after_forward=False).following(u, step) for u in before)
+    return Trace(dataclasses.replace(trace.header, units=units), trace.ranks)
+
+
 def test_an_incomplete_step_is_not_compared():
     trace = example_trace(steps=2)
     cut = Trace(trace.header, tuple(r.cut(0, r.end_seq - 5) for r in trace.ranks))
@@ -352,12 +360,19 @@ def test_an_incomplete_step_is_not_compared():
     assert all(row.expected is not None for row in compare(cut, 0))
 
 
-def test_a_retired_unit_is_measured_but_not_compared():
+@pytest.mark.parametrize("ended", ["retired", "gone"])
+def test_a_unit_that_ended_later_is_compared(ended):
     trace = example_trace(steps=1)
-    units = tuple(dataclasses.replace(u, retired=u.index == 0) for u in trace.header.units)
+    units = tuple(dataclasses.replace(u, **{ended: u.index == 0}) for u in trace.header.units)
     rows = compare(Trace(dataclasses.replace(trace.header, units=units), trace.ranks), 0)
-    assert {row.expected is None for row in rows if row.unit == 0} == {True}
-    assert {row.expected is None for row in rows if row.unit != 0} == {False}
+    assert not any(row.expected is None or row.differs for row in rows)
+
+
+def test_each_step_is_compared_with_its_own_policy():
+    """As after ``%fsdp reshard``: two steps of one trace have the units of either policy."""
+    trace = resharded_at(1)
+    assert not any(row.differs for row in compare(trace, 0))
+    assert {row.kind for row in compare(trace, 1) if row.differs} == {Kind.ALL_GATHER}  # which did not reshard
 
 
 def test_a_unit_without_events_is_not_compared():

@@ -91,13 +91,20 @@ def test_offloading_saves_what_a_device_keeps_at_rest():
     assert saved[Knob.OFFLOAD].saved_bytes == sum(kept[category] for category in at_rest)
 
 
-def test_one_large_unit_can_be_cut():
-    header, _, _ = step_of(Setup(num_ranks=2, steps=2))
-    block = header.units[0]
-    assert set(parts_of(block)) == {f"blocks.0.{name}" for name in ("norm1", "attn", "norm2", "mlp")}
-    _, saved = known(Setup(num_ranks=2, steps=2, num_units=2, vocab=1))
-    assert saved[Knob.SMALLER_UNITS].units == (0,)
-    assert saved[Knob.SMALLER_UNITS].is_bound
+@pytest.mark.parametrize(
+    ("setup", "units", "modules", "calls"),
+    [
+        (Setup(num_units=2, vocab=1), (0,), "", 2),
+        (Setup(num_units=2, vocab=1, reshard_after_forward=False), (0,), "", 1),
+        (Setup(num_units=2, vocab=1, passes=3), (0,), "", 6),
+        (Setup(num_units=4, vocab=1), (0, 1, 2), "mlp", 6),
+    ],
+)
+def test_a_submodule_of_its_own_is_gathered_as_often_as_its_unit(setup, units, modules, calls):
+    _, saved = known(replace(setup, num_ranks=2, steps=2))
+    found = saved[Knob.SMALLER_UNITS]
+    assert (found.units, found.modules, found.more_calls, found.is_bound) == (units, modules, calls, False)
+    assert set(parts_of(step_of(setup)[0].units[0])) == {"norm1", "attn", "norm2", "mlp"}
 
 
 def test_a_replicated_model_has_no_knobs():

@@ -67,7 +67,7 @@ def test_a_gathered_unit_that_has_not_run(freed):
     assert history(cut, 0).events[0].cause is UnitCause.AHEAD_IN_BACKWARD
     assert history(cut, 0).events[0].by_unit == 1
     usable = at(freed, Kind.UNSHARD, Edge.END, 1)
-    assert causes(freed, 1, usable) == [UnitCause.AHEAD_IN_FORWARD, UnitCause.AWAITED]
+    assert causes(freed, 1, usable) == [UnitCause.AHEAD_IN_FORWARD, UnitCause.BEFORE_FORWARD]
 
 
 def test_before_anything_happened(freed):

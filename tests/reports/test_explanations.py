@@ -14,12 +14,14 @@ from tests.helpers.aborted_steps import aborted
 from tests.helpers.device_trace import on_devices
 from tests.helpers.long_trace import long_trace
 from tests.helpers.trace_strategies import Setup, example_trace, simulate, traces
+from tests.replay import test_unreduced
 from tests.replay.test_process import loaded
 from tests.replay.test_step_parts import with_hold
 from workbench.base.text_formats import format_bytes, format_duration
 from workbench.errors import UsageError
 from workbench.events import OWN_ENGINE, TORCH_CLASSIC, TORCH_DDP, TORCH_FULLY_SHARD, Kind, UnitState, unit_words
-from workbench.protocol.rank_messages import ModelInfo
+from workbench.protocol.policy import ModelPolicy
+from workbench.protocol.rank_messages import ModelInfo, WrapClass
 from workbench.replay.exposed_waits import WaitReason
 from workbench.replay.peak_savings import Knob
 from workbench.replay.step_parts import Group
@@ -69,6 +71,41 @@ def shown_to(rank, end):
 def without_step(trace, step):
     """Return the trace before a step began."""
     return Trace(trace.header, tuple(shown_to(each, each.places_of(step, step)[0]) for each in trace.ranks))
+
+
+def with_nan(trace, first, ranks):
+    """Return the trace with a loss of NaN from a step on."""
+    parts = []
+    for part in trace.ranks:
+        rows = part.rows.copy()
+        is_late = (rows["kind"] == Kind.METRIC) & (rows["step"] >= first)
+        rows["value"][is_late & (part.rank in ranks)] = np.nan
+        parts.append(replace(part, rows=rows))
+    return Trace(trace.header, tuple(parts))
+
+
+SLOW = Setup(num_ranks=2, steps=8, slow=1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "trace", "subject", "models"),
+    [
+        ("not-finite", with_nan(simulate(SLOW), 4, (1,)), "", ()),  # with the evidence of the slow rank below
+        ("no-zero-grad", simulate(SLOW), "", (replace(NET, never_cleared=("opt",)),)),
+        ("slow-rank", simulate(SLOW), "", ()),
+        ("no-sync-left-on", test_unreduced.without(simulate(test_unreduced.SETUP), 2), "", ()),
+        ("wait", simulate(CLEAN), "wait", ()),
+        ("peak", simulate(KEPT), "peak", ()),
+        ("step", simulate(CLEAN), "step", ()),
+        ("nothing", simulate(CLEAN), "", ()),
+        ("rank", simulate(CLEAN), "0", ()),
+        ("unit", simulate(CLEAN), "blocks.1", ()),
+    ],
+)
+def test_the_picture_of_each_answer_is_drawn(rule, trace, subject, models):
+    found = explain(trace, subject, models=models, is_live=True)
+    assert found.answer.rule == rule
+    assert draw(found.picture.view, trace, **found.picture.options, marks=found.marks).data
 
 
 # ---- a slow rank
@@ -248,7 +285,7 @@ def test_any_subject_of_any_trace_is_explained_and_drawn(trace, data):
         assert sum(each.waited_for_ns.values()) == each.groups_ns[Group.LATE]
     assert step is None or found.step == step
     if found.picture is not None:
-        draw(found.picture.view, trace, **found.picture.options)
+        draw(found.picture.view, trace, **found.picture.options, marks=found.marks)
 
 
 @pytest.mark.parametrize("setup", [CLEAN, Setup(num_ranks=4, steps=7, late=2)], ids=["even", "one late"])
@@ -266,12 +303,12 @@ def test_a_step_has_one_duration_wherever_it_is_named(setup):
 def test_the_parts_of_a_step_are_a_line_for_each_rank():
     found = explain(simulate(CLEAN), "step")
     assert re.match(
-        r"step 6 took \S+ ms: compute \d+%, exposed communication \d+%, waiting for a slower rank \d+%, host \d+% "
-        r"\(shares: mean of 2 ranks\); no rank is slow$",
+        r"step 6 took \S+ ms: compute \d+%, transfers and copies \d+%, waiting for a slower rank \d+%, host \d+% "
+        r"\(of the time of 2 ranks together\); no rank is slow$",
         found.headline,
     )
     assert re.match(
-        r"rank 0: \S+ ms = compute \S+ ms \+ exposed communication \S+ [µm]s \+ waiting for a slower rank \S+.* \+ ",
+        r"rank 0: \S+ ms = compute \S+ ms \+ transfers and copies \S+ [µm]s \+ waiting for a slower rank \S+.* \+ ",
         found.answer.evidence[0],
     )
     assert found.picture.line == "%fsdp timeline --step 6"
@@ -451,6 +488,35 @@ def test_a_number_that_is_a_unit_and_a_rank_is_refused():
     assert explain(numbered, "2").subject == "2"
 
 
+@pytest.mark.parametrize(
+    ("classes", "lines"),
+    [
+        ({"Sequential": 7 * 32_768}, ["%fsdp reshard net --wrap Block,Sequential"]),
+        ({"Linear": 32_768}, []),
+        ({"Sequential": 7 * 32_768, "Mlp": 7 * 32_768}, []),
+    ],
+)
+def test_smaller_units_are_all_of_a_class_that_is_known(classes, lines):
+    known = tuple(WrapClass(name=name, count=7, num_elements=size) for name, size in classes.items())
+    words = {"api": "fully_shard", "strategy": "full", "mesh": "2", "reshard_after_forward": "auto", "mp": "off"}
+    policy = ModelPolicy(**words, orig_params=False, wrap=("Block",), offload=False, prefetch=0)
+    found = explain(simulate(KEPT), "peak", models=(replace(NET, classes=known, policy=policy),))
+    assert [each.line for each in found.savings if each.knob is Knob.SMALLER_UNITS] == lines
+    assert any(f"by formula, {line} saves about " in text for line in lines for text in found.answer.evidence) == any(
+        lines
+    )
+
+
+def test_a_step_is_explained_by_its_own_policy():
+    trace = simulate(KEPT)
+    units = tuple(
+        replace(unit, reshard_after_forward=True).following(unit.following(None, 0), 5) for unit in trace.header.units
+    )
+    later = Trace(replace(trace.header, units=units), trace.ranks)
+    assert explain(later, "peak", step=4).answer == explain(trace, "peak", step=4).answer
+    assert explain(later, "peak", step=5).answer != explain(trace, "peak", step=5).answer
+
+
 def test_forwards_without_a_step_are_told_from_a_trace_without_any():
     trace = simulate(replace(CLEAN, steps=1))
     parts = []
@@ -564,15 +630,8 @@ def test_a_long_run_of_many_units_takes_little_time():
     ],
 )
 def test_a_loss_that_is_not_finite_is_said_first(ranks, first, words):
-    parts = []
-    for part in simulate(CLEAN).ranks:
-        rows = part.rows.copy()
-        is_late = (rows["kind"] == Kind.METRIC) & (rows["step"] >= first)
-        rows["value"][is_late & (part.rank in ranks)] = np.nan
-        parts.append(replace(part, rows=rows))
-    found = explain(Trace(simulate(CLEAN).header, tuple(parts)), is_live=True)
+    found = explain(with_nan(simulate(CLEAN), first, ranks), is_live=True)
     assert (found.answer.verdict == words) == bool(words)
     assert [fault.rule for fault in found.faults] == ["not-finite"] * bool(words)
     if words:
-        assert found.answer.fix.startswith("%fsdp verify")
-        assert draw(found.picture.view, simulate(CLEAN), **found.picture.options) is not None
+        assert "then %fsdp break add nan" in found.answer.fix

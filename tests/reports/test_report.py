@@ -239,6 +239,15 @@ def test_each_sharded_model_is_listed_with_units_and_policy():
         assert models == [f"model, {first}", "teacher, 2 units: (root), layers.2"]
 
 
+def test_a_policy_that_a_reshard_changed_is_listed_with_its_first_step():
+    unit = make_unit(0, 0).following(None, 0)
+    changed = replace(unit, reshard_after_forward=False)
+    (model,) = sharded_models(Header(units=(changed.following(unit, 8),)))
+    assert model.policy == ("unsharded from forward to backward", "this policy since step 8")
+    (model,) = sharded_models(Header(units=(changed.following(unit, 0),)))
+    assert model.policy == ("unsharded from forward to backward",)
+
+
 def test_the_report_of_open_lists_the_views():
     notes = ("rank 1 is missing", "a file is cut")
     report = OpenReport(name="a.trace", num_ranks=1, steps=(0,), models=(), num_rows=1, notes=notes)
@@ -311,7 +320,8 @@ def test_verify_of_nan_only_cannot_compare():
     nan = math.nan
     alike = replace(VERIFY, num_params=2, not_finite=("a", "b"), equal_bits=0, loss_sharded=nan, loss_reference=nan)
     facts = dict(alike.facts())
-    assert set(facts) == {"loss", "NaN or infinity in"}
+    assert set(facts) == {"loss", "NaN or infinity in", "next"}
+    assert "then %fsdp break add nan" in facts["next"]
     assert facts["loss"] == "NaN sharded, NaN unsharded"
     for other in (replace(alike, not_finite=("a",)), replace(alike, ok=False)):
         assert "largest difference" in dict(other.facts())

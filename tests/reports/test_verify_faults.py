@@ -207,4 +207,4 @@ def test_the_first_difference_is_that_of_the_earliest_rank():
     assert (found.what, found.name, found.position, found.ranks) == ("gradient", "c", 2, (1,))
     assert found.words == "c, parameter 3 of 9 in the order of backward: not finite, on rank 1 (row 4)"
     (root,) = first_differences([replace(SAME, output=replace(grad, name="", rows=""))] * 2)
-    assert root.words == "(root), module 4 of 9 in the order of execution: 0.5 relative, on ranks 0-1"
+    assert root.words == "(root), module 4 of 9 in the order of execution: 50% of its size, on ranks 0-1"

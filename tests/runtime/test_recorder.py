@@ -15,6 +15,7 @@ from tests.helpers.trace_strategies import example_trace
 from workbench.events import Category, Comm, Edge, Kind, Param, Phase, Unit, UnitState
 from workbench.runtime.recorder import NO_STEP, Recorder
 from workbench.trace import RankTrace, Trace, advance, check
+from workbench.trace.header import header_from_dict, header_to_dict
 from workbench.trace.schema import ROW, ROW_DTYPE, BufferSum, GroupInfo, Header, KeyFrame, RankInfo
 
 COMM = Comm(group=0, seq=3)
@@ -301,6 +302,16 @@ def test_units_are_described_and_replaced():
     assert {name: getattr(unit, name) for name in policy} == policy
     assert vars(unit.params[0]) == vars(param)
     assert recorder.header_version > version
+
+
+def test_a_unit_keeps_the_policies_of_earlier_steps():
+    recorder, unit = Recorder(Header()), example_trace().header.units[0]
+    recorder.unit(unit)
+    recorder.begin_step()
+    recorder.end_step()
+    recorder.unit(dataclasses.replace(unit, reshard_after_forward=False))
+    assert [recorder.header.units[0].at_step(step).reshard_after_forward for step in (0, 1)] == [True, False]
+    assert recorder.header == header_from_dict(header_to_dict(recorder.header))
 
 
 def test_a_reader_gets_the_units_that_changed_since_its_version():

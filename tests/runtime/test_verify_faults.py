@@ -561,12 +561,12 @@ def test_without_a_cause_only_the_first_differences_are_said(engine):
     assert report.headline == "sharded training is NOT the same as unsharded: 10 parameters compared after one step"
     output, grad, param = (each.words for each in report.first_differences)
     assert output.startswith("1, module 6 of 8 in the order of execution: ")
-    assert output.endswith(" relative, on ranks 0-1")
+    assert output.endswith("% of its size, on ranks 0-1")
     assert grad.startswith("2.bias, parameter 1 of 10 in the order of backward: ")
     where = {
         "flat": "rank 1 (elements 0-2)",
         "pieces": "rank 1 (elements 0-2)",
         "replicas": "ranks 0-1 (rows 0-2)",
     }
-    assert grad.endswith(f" relative, on {where.get(engine, 'rank 0 (rows 0-1); rank 1 (row 2)')}")
+    assert grad.endswith(f"% of its size, on {where.get(engine, 'rank 0 (rows 0-1); rank 1 (row 2)')}")
     assert param.startswith("0.up.weight, parameter 1 of 10 of the model: ")

@@ -124,6 +124,12 @@ def test_two_policies_are_needed(first_steps, number):
         policies(first_steps, recorded)
 
 
+@pytest.mark.parametrize(("first_steps", "words"), [([], "that of no step is recorded"), ([0], "steps ran under one")])
+def test_without_ranks_none_are_to_train_under_another_policy(first_steps, words):
+    with pytest.raises(UsageError, match=rf"{words}: name two sides"):
+        policies(first_steps, recorded, is_live=False)
+
+
 def test_a_trace_object_is_accepted():
     trace = recorded()
     assert side(trace, Trace.empty) == ("a trace", trace)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.figure_checks import subtitle, title, words
 from tests.helpers.trace_strategies import Setup, example_trace, simulate
-from tests.replay.test_collectives import on_hosts
+from tests.replay.test_collectives import on_hosts, resharded_at
 from workbench.base.text_formats import format_duration
 from workbench.errors import UsageError
 from workbench.events import GLOO, PER_HOST, Edge, Kind
@@ -60,7 +60,8 @@ def test_the_table_shows_each_unit_and_kind_with_the_expected_numbers():
     assert column(fig, "calls") == ["1", "1", "2", "1", "2", "1", "2", "1"]
     assert column(fig, "payload")[2:4] == ["385 KiB", "193 KiB"]
     assert column(fig, "expected")[2:4] == ["= 2 x 193 KiB", "= 1 x 193 KiB"]
-    assert column(fig, "sent")[2:4] == ["289 KiB", "144 KiB"]  # 3/4 of the payload on 4 ranks
+    assert column(fig, "a ring sends")[2:4] == ["289 KiB", "144 KiB"]  # 3/4 of the payload on 4 ranks
+    assert "; times: mean of 4 ranks" in subtitle(fig).replace(" · ", "; ")
     assert "Rank 0: 1.79 MiB of data; a ring would send 1.34 MiB per rank" in subtitle(fig)
 
 
@@ -148,12 +149,16 @@ def test_a_single_rank_has_nothing_to_communicate():
     assert "nothing to send" in words(comms(example_trace(num_ranks=1)))
 
 
-def test_a_retired_unit_is_measured_without_expected_numbers():
-    trace = example_trace()
-    units = tuple(replace(unit, retired=unit.index == 0) for unit in trace.header.units)
-    fig = comms(Trace(replace(trace.header, units=units), trace.ranks))
-    assert column(fig, "expected")[2:4] == ["-", "-"]
-    assert title(fig) == "Step 2: all-gathers 5 of 5, reduce-scatters 3 of 3: as expected"
+@pytest.mark.parametrize(
+    ("is_recorded", "words"),
+    [
+        (True, "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"),
+        (False, "≠: the policy of that step is not recorded, so these are the expected numbers of the newest one"),
+    ],
+)
+def test_a_difference_is_a_bug_only_under_a_recorded_policy(is_recorded, words):
+    trace = resharded_at(0) if is_recorded else with_policy(example_trace(), 0, reshard=False)
+    assert words in subtitle(comms(trace, step=1))
 
 
 def test_many_equal_units_share_a_row():
@@ -185,14 +190,14 @@ def test_copies_have_their_all_reduces_over_fewer_ranks():
         "blocks.0 all-reduce over 2",
     ]
     assert column(fig, "payload")[4:] == ["193 KiB", "48.1 KiB"]
-    assert column(fig, "sent")[4:] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
+    assert column(fig, "a ring sends")[4:] == ["144 KiB", "48.1 KiB"]  # 3/4 of it; 2 * 1/2 of it
 
 
 def test_backward_among_few_ranks_has_its_own_row():
     fig = comms(simulate(Setup(num_ranks=4, reshard_after_forward=2, num_units=2, steps=1)))
     assert title(fig).endswith("all-gathers 3 of 3, reduce-scatters 2 of 2: as expected")
     assert labels(fig)[2:4] == ["blocks.0 all-gather over 4", "blocks.0 all-gather over 2"]
-    assert column(fig, "sent")[2:4] == ["144 KiB", "96.3 KiB"]
+    assert column(fig, "a ring sends")[2:4] == ["144 KiB", "96.3 KiB"]
 
 
 def test_mixed_precision_is_expected_in_its_bytes():

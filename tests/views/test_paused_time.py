@@ -7,8 +7,9 @@ from tests.helpers.figure_checks import subtitle, title
 from tests.helpers.held_ranks import HOLD_NS, stopped_before
 from tests.helpers.trace_strategies import example_trace
 from workbench.events import Kind
+from workbench.trace.columns import Trace
 from workbench.views import draw
-from workbench.views.paused_time import MAX_MARKS, NAME
+from workbench.views.paused_time import HELD_NOW, MAX_MARKS, NAME
 
 every_picture_of_time = pytest.mark.parametrize("name", ["memory", "timeline", "states"])
 
@@ -49,6 +50,24 @@ def test_many_stops_have_few_lines(name):
     (mark,) = marks(fig)
     places = {x for x in mark.x if x is not None and not np.isnan(x)}
     assert len(places) == 4 <= MAX_MARKS
+
+
+@every_picture_of_time
+def test_ranks_that_are_held_now_have_a_line_at_the_right_edge(name):
+    trace = held_run(hold_ns=1000)  # a short one, which has no line
+    ends = (int(np.flatnonzero(part.kinds == Kind.GATE)[0]) + 1 for part in trace.ranks)
+    fig = draw(name, Trace(trace.header, tuple(part.cut(0, end) for part, end in zip(trace.ranks, ends, strict=True))))
+    (mark,) = (each for each in fig.data if each.name == HELD_NOW)
+    assert mark.x[0] == pytest.approx(fig.layout.xaxis.range[1])
+    assert not marks(fig)
+    assert "held now at the right edge" in subtitle(fig)
+
+
+@every_picture_of_time
+def test_short_holds_are_not_marked(name):
+    fig = draw(name, held_run(hold_ns=900_000))
+    assert not marks(fig)
+    assert "cut out" not in subtitle(fig)
 
 
 def test_durations_exclude_the_stop():

@@ -188,3 +188,9 @@ def test_an_empty_figure_shows_its_sentence():
     assert not fig.data
     assert [a.text for a in fig.layout.annotations] == ["Nothing &lt;here&gt; yet."]
     assert "Nothing" in json.loads(fig.to_json())["layout"]["annotations"][0]["text"]
+
+
+@pytest.mark.parametrize("width", [700, 900, 1600])
+def test_titles_end_before_the_tool_bar(width):
+    lines = theme.heading("abcd " * 80, "", width)[0]["text"].split("<br>")
+    assert 0.9 * (width - 254) < max(map(len, lines)) * 17 * 0.546 <= width - 254

@@ -1,5 +1,7 @@
 """Views select units with the same patterns as breakpoints."""
 
+import re
+
 import pytest
 
 from tests.helpers.figure_checks import title, words
@@ -35,7 +37,7 @@ def test_states_of_one_unit_are_drawn_alone():
     trace = example_trace(num_units=5)
     fig = draw("states", trace, unit="blocks.2")
     assert list(fig.layout.yaxis.ticktext) == ["blocks.2"]
-    assert title(fig) == "Step 2: at most 1 of 1 unit unsharded at once"
+    assert re.fullmatch(r"Step 2: blocks.2 unsharded for [\d.]+ [µm]s", title(fig))
     assert len(draw("states", trace, unit="blocks.*").layout.yaxis.ticktext) == 4
 
 

@@ -216,13 +216,16 @@ def test_a_figure_for_a_projector_is_readable_as_well(page, width):
     assert complaints_of(page, width, found, LEAST * SCALE) == []
 
 
-@pytest.mark.parametrize("width", [320, 400, 500, 517])
-def test_a_legend_under_the_plot_is_right_below_the_axis(page, width):
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [*((width, "memory") for width in (320, 400, 500, 517)), (1400, "states"), (1400, "timeline"), (1400, "comms")],
+)
+def test_a_legend_under_the_plot_is_right_below_the_axis(page, width, name):
     """Even if its entries take fewer lines than allowed, there is no gap in place of the others."""
-    figure = json.loads(figures()["memory of deep"].to_json())
+    figure = json.loads(figures()[f"{name} of deep"].to_json())
     measured = page.evaluate(_DRAW, [figure, [width]])
     ((_, top, _, _),) = measured["legends"]
-    (axis,) = [text["box"] for text in measured["texts"] if text["text"].startswith("time ")]
+    (axis,) = [text["box"] for text in measured["texts"] if text["text"].startswith(("time ", "issue to end"))]
     assert -2 <= top - axis[3] <= 12
 
 
@@ -242,6 +245,13 @@ def test_a_figure_on_a_wider_page_has_nothing_of_its_narrow_layout(page, view):
     figure = json.loads(figures()[f"{view} of deep"].to_json())
     alone, after_narrow = (page.evaluate(_DRAW, [figure, widths]) for widths in ([700], [300, 700]))
     assert after_narrow == alone
+
+
+@pytest.mark.parametrize("widths", [[595, 505], [505, 595], [395, 360, 395]])
+def test_a_legend_keeps_its_rows_where_the_layout_stays(page, widths):
+    """As where a notebook shows a cell again with another width of its scroll bar."""
+    figure = json.loads(figures()["memory of deep"].to_json())
+    assert list(complaints(page.evaluate(_DRAW, [figure, widths]))) == []
 
 
 def test_the_check_finds_overlaps(page):

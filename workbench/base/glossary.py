@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "the time in which a rank blocks until other ranks have read its memory, which it shares with them"
         ),
         "exposed communication": "the part of communication that compute waits for",
+        "transfers and copies": "waits from when all ranks have issued a collective on, and copies into and out of it",
         "straggler": "the rank that begins a collective last, so that the others wait",
         "payload": (
             "the logical size of a collective: the whole output of an all-gather, the whole input of a "
@@ -116,7 +117,16 @@ MEANINGS = {term: meaning.replace("`", "") for section in SECTIONS.values() for 
 }
 """Meanings in plain text, by term; also of short forms of terms."""
 
-INTRODUCED = ("unit", "exposed communication", "wait for readers", "held at a gate", "copy-in", "copy-out", "reserved")
+INTRODUCED = (
+    "unit",
+    "exposed communication",
+    "transfers and copies",
+    "wait for readers",
+    "held at a gate",
+    "copy-in",
+    "copy-out",
+    "reserved",
+)
 """Terms that reports explain where a session first meets them."""
 
 _INTRODUCED = re.compile(rf"\b({'|'.join(INTRODUCED)})s?\b")

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
@@ -175,8 +175,7 @@ def communication(trace: Trace) -> Communication:
     The rank is the first that differs from the expectation, or rank 0. A unit that was undone later counts in the steps
     in which it was in use. Collectives of no unit, such as that of a gradient's norm, have no expectation.
     """
-    in_use = replace(trace.header, units=tuple(replace(unit, retired=False, gone=False) for unit in trace.header.units))
-    found = [c for step in steps(trace) for c in collectives.compare(Trace(in_use, trace.ranks), step)]
+    found = [c for step in steps(trace) for c in collectives.compare(trace, step)]
     rank = next((c.ranks[0] for c in found if c.differs), 0)
     own = [c for c in found if rank in c.ranks and c.unit >= 0]
     expected = [c.expected for c in own if c.expected is not None]

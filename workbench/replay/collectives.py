@@ -19,6 +19,7 @@ import numpy as np
 from workbench.events import C10D, COLLECTIVES, GLOO, PER_HOST, UNWATCHED, Edge, Kind, Param, Unit
 from workbench.replay.grouping import activity_key
 from workbench.replay.spans import Ints, Work, closed, durations_ns, rows_of, spans
+from workbench.replay.units import under_policies_of
 from workbench.trace.begin_end import partners
 from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header, KeyFrame
@@ -407,8 +408,8 @@ class Comparison(Calls):
         ranks: the ranks this is about, ascending.
         time_ns: sum of the times, mean over the ranks.
         exposed_ns: sum of the exposed times, mean over the ranks.
-        expected: the closed form; None where it has no value: a retired unit, no unit, another kind, or a step whose
-            beginning or end is not in the trace.
+        expected: the closed form; None where it has no value: no unit, another kind, or a step whose beginning or end
+            is not in the trace.
         crossing: bytes that each host sends to others for them, by host name (:func:`crossing_bytes`). A group whose
             ranks are in several rows counts in the first one. None: there is one host, or some hosts are unknown.
     """
@@ -430,7 +431,11 @@ def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
     """Return measured and expected values for every unit that a rank used in ``step``.
 
     Ordered by unit, kind and number of ranks. Where ranks differ there are several entries, the most common first.
+    Expected is what each unit's policy in ``step`` needs, also if the unit is no longer in use.
     """
+    header = under_policies_of(trace.header, step)
+    units = tuple(replace(unit, retired=False, gone=False) for unit in header.units)
+    trace = Trace(replace(header, units=units), trace.ranks)
     groups: dict[Hashable, list[RankTrace]] = {}
     for rank in trace.ranks:
         begin, end = rank.places_of(step, step)

@@ -46,10 +46,12 @@ class Cuts:
     Attributes:
         begin_ns: begin of each.
         end_ns: end of each, later than its begin.
+        is_held: whether a rank is held when the trace ends: the begin of a cut that has no length yet.
     """
 
     begin_ns: Ints = field(default_factory=_no_times)
     end_ns: Ints = field(default_factory=_no_times)
+    is_held: bool = False
 
     def __len__(self) -> int:
         return len(self.begin_ns)
@@ -84,7 +86,7 @@ class Cuts:
         """Return the cuts with adjacent ones merged."""
         apart = self.begin_ns[1:] > self.end_ns[:-1]
         first, last = np.append(True, apart)[: len(self)], np.append(apart, True)[: len(self)]
-        return Cuts(begin_ns=self.begin_ns[first], end_ns=self.end_ns[last])
+        return replace(self, begin_ns=self.begin_ns[first], end_ns=self.end_ns[last])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,8 @@ def cuts(trace: Trace, least_idle_ns: int | None = None) -> Cuts:
     if not is_long and not any((r.kinds == Kind.GATE).any() for r in trace.ranks):
         return Cuts()
     changes = [_changes(r.rows, _Stance())[0] for r in trace.ranks]
-    return _cuts(changes, first_ns, last_ns, least_idle_ns).joined()
+    is_held = any(each.is_held[-1:].any() for each in changes)
+    return replace(_cuts(changes, first_ns, last_ns, least_idle_ns).joined(), is_held=is_held)
 
 
 class GrowingCuts:

@@ -11,7 +11,9 @@ that only moves the peak elsewhere counts as what it is.
 - *fewer units ahead*: of the units that were gathered ahead at the peak, all but the one that runs next and the one
   after it. At most: the peak may move.
 - *offload*: shards, their gradients and the optimizer's state leave the device. At most.
-- *smaller units*: the largest unit at the peak, in parts; its largest part stays. At most.
+- *smaller units*: the largest submodule of the largest unit at the peak gets a unit of its own, or all of its name do;
+  what is gathered, and its gradients, are then those of it alone. About: units also run and reduce at other moments.
+  Price: an all-gather for each of the outer units'.
 - *checkpointing*: what a numbered module such as ``blocks.2`` makes and keeps itself is not there from its forward to
   the begin of its backward. Its input stays, as another module makes it. At most: its output stays as well.
 
@@ -28,17 +30,20 @@ from enum import Enum
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workbench.events import MOVES, OFFLOADED, Category, Edge, Kind, Phase, Unit
 from workbench.replay.activations import block_of, moves, owners
 from workbench.replay.collectives import table
 from workbench.replay.memory import Peak, in_use
 from workbench.replay.spans import Ints, of_kind
-from workbench.replay.unit_history import UnitCause, UnitHistory
+from workbench.replay.unit_history import AWAITED, UnitCause, UnitHistory
 from workbench.trace.columns import RankTrace
 from workbench.trace.schema import Header, Rows
 
-_FULL = (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS, Category.UNSHARDED_GRADS)
+_GATHERED = (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS)
+_FULL = (*_GATHERED, Category.UNSHARDED_GRADS)
+_OF_UNITS = (*_FULL, Category.REDUCE_SCATTER_BUFFERS)
 BF16 = 2
 """Bytes of an element of bfloat16."""
 
@@ -64,7 +69,8 @@ class Saving:
         saved_bytes: how much lower that is.
         is_bound: whether it is only the most that it saves.
         units: the units that it changes.
-        modules: the list of modules that it changes, such as ``"blocks"``; empty: none.
+        modules: the list of modules that it changes, such as ``"blocks"``, or the name that submodules of its units
+            share, such as ``"mlp"``; empty: none.
         more_calls: all-gathers that a step has in addition.
         more_bytes: their payload.
         more_ns: what they take if nothing overlaps with them, by those of the step; 0: unknown.
@@ -108,7 +114,7 @@ def savings(
             _reshard(part, found, units),
             _fewer_ahead(header, part, found, at_peak),
             _offload(found, units) if on_device else None,
-            _smaller(header, part, found, at_peak),
+            *_smaller(header, part, found, at_peak),
             *known,
             _precision(part, found, units),
         ]
@@ -128,6 +134,13 @@ def peak_with(part: RankTrace, edits: _Edits) -> int:
     places, deltas = _in_use(part.rows)
     order = np.argsort(np.concatenate([2 * places + 1, 2 * np.array(edits.place, np.int64)]), kind="stable")
     total = np.cumsum(np.concatenate([deltas, np.array(edits.num_bytes, np.int64)])[order])
+    return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
+
+
+def _peak_times(part: RankTrace, factor: NDArray[np.float64]) -> int:
+    """Return the peak of a rank's rows if those that move bytes in use moved ``factor`` as many, ``[M]``."""
+    _, deltas = _in_use(part.rows)
+    total = np.cumsum((deltas * factor).astype(np.int64))
     return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
 
 
@@ -210,7 +223,7 @@ def _fewer_ahead(header: Header, part: RankTrace, found: Peak, at_peak: dict[int
     ahead = [
         unit
         for unit, known in at_peak.items()
-        if known.last in {UnitCause.AWAITED, UnitCause.IN_FLIGHT}
+        if known.last in {*AWAITED, UnitCause.IN_FLIGHT}
         and known.events[0].cause in {UnitCause.AHEAD_IN_FORWARD, UnitCause.AHEAD_IN_BACKWARD}
     ]
     ahead.sort(key=lambda unit: at_peak[unit].events[0].seq)
@@ -230,11 +243,7 @@ def _fewer_ahead(header: Header, part: RankTrace, found: Peak, at_peak: dict[int
 def _bytes_at(header: Header, part: RankTrace, found: Peak, unit: int) -> int:
     """Return the bytes of a unit's full parameters and gather buffers at the peak."""
     rows = part.rows[: found.seq + 1 - part.start.seq]
-    is_one = (
-        of_kind(rows, MOVES)
-        & (rows["unit"] == unit)
-        & np.isin(rows["category"], (Category.UNSHARDED_PARAMS, Category.ALL_GATHER_BUFFERS))
-    )
+    is_one = of_kind(rows, MOVES) & (rows["unit"] == unit) & np.isin(rows["category"], _GATHERED)
     return max(int(rows["num_bytes"][is_one].sum()), 0)
 
 
@@ -245,36 +254,60 @@ def _offload(found: Peak, units: dict[int, Unit]) -> Saving | None:
     return Saving(knob=Knob.OFFLOAD, peak_bytes=found.num_bytes - saved, saved_bytes=saved, is_bound=True)
 
 
-def _smaller(header: Header, part: RankTrace, found: Peak, at_peak: dict[int, UnitHistory]) -> Saving | None:
-    """Return what cutting the largest unit at the peak saves, if it has more than half of the unsharded bytes."""
+def _smaller(header: Header, part: RankTrace, found: Peak, at_peak: dict[int, UnitHistory]) -> list[Saving]:
+    """Return what a unit of its own saves for the largest submodule of the largest unit, and for all of its name.
+
+    None of these where the cut units have less than half of the unsharded bytes.
+    """
     sizes = {unit: _full_bytes(part.rows, unit) for unit in at_peak if unit in found.unsharded_units}
     if not sizes:
-        return None
+        return []
     unit = max(sizes, key=lambda one: sizes[one])
     parts = parts_of(header.units[unit])
-    if len(parts) < 2 or 2 * sizes[unit] <= found.bytes_by_category[Category.UNSHARDED_PARAMS]:
-        return None
-    total = sum(parts.values())
-    saved = int(sizes[unit] * (total - max(parts.values())) / total) if total else 0
+    if len(parts) < 2:
+        return []
+    inner = parts.most_common(1)[0][0]
+    model = [each for each in header.units if each.in_use and each.root == header.units[unit].root]
+    alike = tuple(each.index for each in model if inner in parts_of(each))
+    both = [((unit,), ""), *([(alike, inner)] if len(alike) > 1 else [])]
+    made = (_cut(header, part, found, units, inner, modules) for units, modules in both)
+    return [saving for saving in made if 2 * sum(sizes.get(each, 0) for each in saving.units) > _unsharded(found)]
+
+
+def _unsharded(found: Peak) -> int:
+    return found.bytes_by_category[Category.UNSHARDED_PARAMS]
+
+
+def _cut(header: Header, part: RankTrace, found: Peak, units: tuple[int, ...], inner: str, modules: str) -> Saving:
+    """Return about what units save whose submodule ``inner`` has a unit of its own, if that alone is gathered."""
+    places, _ = _in_use(part.rows)
+    rows = part.rows[places]
+    factor = np.ones(len(rows))
+    for unit in units:
+        parts = parts_of(header.units[unit])
+        factor[(rows["unit"] == unit) & np.isin(rows["category"], _OF_UNITS)] = parts[inner] / max(parts.total(), 1)
+    peak = _peak_times(part, factor)
+    gathers = table(part)
+    calls = int(((gathers.kind == Kind.ALL_GATHER) & np.isin(gathers.unit, units)).sum())
     return Saving(
         knob=Knob.SMALLER_UNITS,
-        peak_bytes=found.num_bytes - saved,
-        saved_bytes=saved,
-        is_bound=True,
-        units=(unit,),
-        more_calls=2 * (len(parts) - 1),
+        peak_bytes=peak,
+        saved_bytes=found.num_bytes - peak,
+        units=units,
+        modules=modules,
+        more_calls=calls,  # the inner unit is gathered whenever the outer one is
     )
 
 
 def parts_of(unit: Unit) -> Counter[str]:
-    """Return the elements of each submodule directly below a unit, by its name."""
+    """Return the elements of each submodule directly below a unit, by its name in the unit's module."""
     prefix = f"{unit.name}." if unit.name else ""
     found = Counter[str]()
     for param in unit.params:
         for name, shape in ((each.fqn, each.shape) for each in (param.parts or (param,))):
             inner = name.removeprefix(prefix)
             if "." in inner:
-                found[prefix + inner.partition(".")[0]] += prod(shape)
+                found[inner.partition(".")[0]] += prod(shape)
     return found
 
 
@@ -307,7 +340,7 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     wide = tuple(unit for unit, each in units.items() if each.compute_itemsize > BF16)
     if not wide:
         return None
-    places, deltas = _in_use(part.rows)
+    places, _ = _in_use(part.rows)
     rows = part.rows[places]
     compute = np.ones(max(units) + 2)  # the last entry is for -1
     reduce = np.ones(max(units) + 2)
@@ -318,6 +351,5 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     factor = np.where(np.isin(rows["category"], _FULL), compute[number], 1.0)
     factor = np.where(rows["category"] == Category.REDUCE_SCATTER_BUFFERS, reduce[number], factor)
     factor = np.where(rows["category"] == Category.ACTIVATIONS, compute.min(), factor)
-    total = np.cumsum((deltas * factor).astype(np.int64))
-    peak = in_use(part.start.bytes_by_category) + int(total.max(initial=0))
+    peak = _peak_times(part, factor)
     return Saving(knob=Knob.PRECISION, peak_bytes=peak, saved_bytes=found.num_bytes - peak, is_bound=True, units=wide)

@@ -4,7 +4,8 @@ The time of a step on a rank, from its begin to its end without holds, is cut in
 the innermost span that covers it, so a wait inside a forward is not forward:
 
 - *compute*: forward, backward, optimizer, and the loss between a forward and its backward;
-- *exposed communication*: compute waits for bytes that are under way, and copies into and out of collectives;
+- *transfers and copies*: compute waits for bytes that are under way, and copies into and out of collectives. With the
+  waits for a slower rank, without the copies, this is what views call exposed;
 - *waiting for a slower rank*: the part of a wait before the last rank issued the collective, and waits for readers;
 - *host*: the rest, before the forward and elsewhere.
 
@@ -64,7 +65,7 @@ class Group(Enum):
     """The four parts of a step; the value is its name."""
 
     COMPUTE = "compute"
-    COMMUNICATION = "exposed communication"
+    COMMUNICATION = "transfers and copies"
     LATE = "waiting for a slower rank"
     HOST = "host"
 

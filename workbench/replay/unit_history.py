@@ -27,12 +27,19 @@ class UnitCause(Enum):
     IN_FORWARD = "its forward runs"
     IN_BACKWARD = "its backward runs"
     AWAITED = "its forward or backward has not begun"
+    BEFORE_FORWARD = "its forward has not begun"
+    BEFORE_BACKWARD = "its backward has not begun"
     KEPT_AFTER_FORWARD = "kept after forward"
     KEPT_AFTER_BACKWARD = "kept after backward"
     FREED_AFTER_FORWARD = "freed after forward"
     FREED_AFTER_BACKWARD = "freed after backward"
     FREED_BY_HAND = "freed outside forward and backward"
     ABORTED = "freed when its step was aborted"
+
+
+_AWAITED = {Phase.FORWARD: UnitCause.BEFORE_FORWARD, Phase.BACKWARD: UnitCause.BEFORE_BACKWARD}
+AWAITED = frozenset({UnitCause.AWAITED, *_AWAITED.values()})
+"""A unit is unsharded, and has not run since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +188,8 @@ def _since(rows: Rows, mine: Ints, first: int) -> tuple[UnitEvent, ...]:
     later = mine[first:]
     worked = later[of_kind(rows[later], (Kind.FORWARD, Kind.BACKWARD))]
     if not len(worked):
-        return (UnitEvent(cause=UnitCause.AWAITED),)
+        gathered_in = Phase(rows["phase"][later[0]]) if len(later) else Phase.IDLE
+        return (UnitEvent(cause=_AWAITED.get(gathered_in, UnitCause.AWAITED)),)
     place = int(worked[-1])
     found = [_event(rows, place, _WORKED[Kind(rows["kind"][place]), Edge(rows["edge"][place])])]
     forwards = worked[(rows["kind"][worked] == Kind.FORWARD) & (rows["edge"][worked] == Edge.END)]

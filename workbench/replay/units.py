@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from workbench.base.fault import buffers_differ, hook_never_called, in_no_unit
 from workbench.events import UNWATCHED, Unit, engine_named, unit_words
@@ -17,6 +18,17 @@ def unit_name(header: Header, unit: int) -> str:
     if 0 <= unit < len(header.units):
         return unit_words(header.units[unit].name)
     return f"unit {unit}"
+
+
+def under_policies_of(header: Header, step: int) -> Header:
+    """Return the header with each unit under its policy in a step."""
+    return replace(header, units=tuple(unit.at_step(step) for unit in header.units))
+
+
+def policy_steps(header: Header) -> list[int]:
+    """Return the steps from which on some unit had another policy, and those that were the first of a unit."""
+    known = {each.since_step for unit in header.units for each in (*unit.earlier, unit)}
+    return sorted(step for step in known if step >= 0)
 
 
 def engine_words(header: Header) -> str:

@@ -89,7 +89,7 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     device = header.info_of[part.rank].device if part.rank in header.info_of else "cpu"
     known = savings(header, part, found, at_peak, on_device=not device.startswith("cpu"))
     worth = [_in_words(header, each, models) for each in known if each.saved_bytes >= WORTH * found.num_bytes]
-    worth = [each for each in worth if each.line]
+    worth = _largest_cut([each for each in worth if each.line])
     verdict = (
         f"the peak of {study.name(study.timed)} is {format_bytes(found.num_bytes)} on rank {part.rank}: "
         f"{memory.moment(header, found)}"
@@ -106,6 +106,13 @@ def explain_peak(study: StepStudy) -> PeakExplanation | None:
     )
 
 
+def _largest_cut(worth: Sequence[PeakSaving]) -> list[PeakSaving]:
+    """Return the savings with the best of those that cut units alone; of equal ones, the first."""
+    cuts = [each for each in worth if each.knob is Knob.SMALLER_UNITS]
+    best = max(cuts, key=lambda each: each.saved_bytes, default=None)
+    return [each for each in worth if each.knob is not Knob.SMALLER_UNITS or each is best]
+
+
 def _until(peak: EventMark, known: UnitHistory) -> EventMark | None:
     """Return the events from the first of a unit, such as its all-gather, to the peak; None if that is not recorded."""
     first = next((event.seq for event in known.events if event.seq >= 0), None)
@@ -114,9 +121,10 @@ def _until(peak: EventMark, known: UnitHistory) -> EventMark | None:
 
 def price_words(saving: PeakSaving) -> str:
     """Return what a knob saves and costs, as text."""
-    most = "at most " if saving.is_bound else ""
+    about = "about " if saving.knob is Knob.SMALLER_UNITS else ""
+    most, least = ("at most ", "at least ") if saving.is_bound else (about, about)
     saved = f"by formula, {saving.line} saves {most}{format_bytes(saving.saved_bytes)}: "
-    peak = f"a peak of {'at least ' if saving.is_bound else ''}{format_bytes(saving.peak_bytes)}"
+    peak = f"a peak of {least}{format_bytes(saving.peak_bytes)}"
     if not saving.more_calls:
         return f"{saved}{peak}, {_PRICES[saving.knob]}"
     calls = f"{plural(saving.more_calls, 'more all-gather')} in each step"
@@ -177,9 +185,7 @@ def _line(header: Header, saving: Saving, unit: Unit, models: Sequence[ModelInfo
         those = ".".join(filter(None, (name, saving.modules)))
         return f"apply_activation_checkpointing({name}, check_fn=set({those}).__contains__) before sharding"
     if saving.knob is Knob.SMALLER_UNITS:
-        largest = parts_of(unit).most_common(1)[0][0]
-        inner = f'fully_shard({name}.get_submodule("{largest}"))'
-        return "" if is_flat(unit) else f"{inner} before {module_words(unit, models)}"
+        return _wrapping(header, saving, models) if saving.modules else _sharding_inner(unit, models)
     ours = is_ours(unit)
     if saving.knob is Knob.RESHARD and is_flat(unit):
         full = "sharding_strategy=ShardingStrategy.FULL_SHARD"
@@ -191,6 +197,28 @@ def _line(header: Header, saving: Saving, unit: Unit, models: Sequence[ModelInfo
     if ours:
         return f"%fsdp reshard {name} {_OPTIONS[saving.knob]}"
     return _TORCH[saving.knob].format(name) if unit.runner.package else ""
+
+
+def _sharding_inner(unit: Unit, models: Sequence[ModelInfo]) -> str:
+    """Return the code that makes a unit of a unit's largest submodule; empty for the classic API."""
+    inner = ".".join(filter(None, (unit.name, parts_of(unit).most_common(1)[0][0])))
+    line = f'fully_shard({model_of(unit, models)}.get_submodule("{inner}")) before {module_words(unit, models)}'
+    return "" if is_flat(unit) else line
+
+
+def _wrapping(header: Header, saving: Saving, models: Sequence[ModelInfo]) -> str:
+    """Return the line that makes units of all submodules of a name; empty if their class is unknown.
+
+    A trace has no classes. One of the model's is theirs if it has as many modules, with as many elements together.
+    """
+    units = [header.units[unit] for unit in saving.units]
+    model = next((each for each in models if {unit.index for unit in units} <= {*each.units}), None)
+    if model is None or model.policy is None or not all(map(is_ours, units)):
+        return ""
+    alike = len(units), sum(parts_of(unit)[saving.modules] for unit in units)
+    names = [each.name for each in model.classes if (each.count, each.num_elements) == alike]
+    wrap = ",".join((*model.policy.wrap, *names))
+    return f"%fsdp reshard {model.name} --wrap {wrap}" if len(names) == 1 else ""
 
 
 _OPTIONS = {Knob.PRECISION: "--mp bf16", Knob.FEWER_AHEAD: "--prefetch 1", Knob.OFFLOAD: "--offload"}

@@ -53,7 +53,7 @@ class RankParts:
     Attributes:
         rank: the rank.
         step_ns: its time without holds, the sum of ``parts_ns``.
-        groups_ns: compute, exposed communication, waiting for a slower rank, and host.
+        groups_ns: compute, transfers and copies, waiting for a slower rank, and host.
         parts_ns: the same in detail.
         waited_for_ns: time that it waited for each rank that was last, by rank.
         peak_bytes: most bytes in use in the step.

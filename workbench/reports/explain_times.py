@@ -60,7 +60,7 @@ def shares_words(study: StepStudy) -> str:
 
 
 def _mean(study: StepStudy) -> str:
-    return f" (shares: mean of {len(study.ranks)} ranks)" if len(study.ranks) > 1 else ""
+    return f" (of the time of {len(study.ranks)} ranks together)" if len(study.ranks) > 1 else ""
 
 
 def rank_lines(study: StepStudy) -> Evidence:

@@ -20,6 +20,7 @@ from workbench.protocol.breakpoints import is_unit
 from workbench.protocol.rank_messages import ModelInfo
 from workbench.replay.grouping import label, ranges
 from workbench.replay.training import LOSS, summary
+from workbench.replay.units import under_policies_of
 from workbench.reports.explain_peak import explain_peak, peak_report
 from workbench.reports.explain_report import ExplainReport, Picture
 from workbench.reports.explain_times import (
@@ -33,6 +34,7 @@ from workbench.reports.explain_times import (
 )
 from workbench.reports.explain_unit import explain_unit
 from workbench.reports.step_study import StepStudy
+from workbench.reports.verify_report import NAN_IN_PARAMETERS
 from workbench.trace.columns import Trace
 from workbench.trace.step_names import step_name
 from workbench.views.unit_selection import meant
@@ -67,6 +69,8 @@ def explain(
     """
     if not trace.num_rows:
         raise UsageError("nothing is recorded yet, so nothing can be explained: %fsdp shard MODEL, then %fsdp step 5")
+    if step is not None:
+        trace = Trace(under_policies_of(trace.header, step), trace.ranks)
     study = StepStudy(trace=trace, step=step, models=tuple(models), is_live=is_live)
     if subject in {"", *ANSWERS} and not which:
         _check_steps(study)
@@ -151,7 +155,7 @@ def _not_finite(study: StepStudy) -> Fault | None:
         rule="not-finite",
         verdict=f"the loss is NaN or infinite since {since}" + f", first on {label(loss.first_not_finite)}" * some,
         evidence=(f"{plural(len(loss.steps), 'step')} logged a loss, {plural(len(finite), 'finite one')}",),
-        fix="%fsdp verify names the first module with NaN, and its ranks" if study.is_live else "",
+        fix=NAN_IN_PARAMETERS if study.is_live else "",
     )
 
 

@@ -18,6 +18,7 @@ from workbench.reports.clock_text import clock_words
 from workbench.reports.report import Report, next_facts
 from workbench.reports.stop_positions import live_units
 from workbench.trace.schema import Header, HostClock
+from workbench.trace.step_names import step_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +100,19 @@ def sharded_models(header: Header, models: Sequence[ModelInfo] = ()) -> tuple[Mo
         ModelStatus(
             name=name,
             units=tuple(map(unit_words, sorted((unit.name for unit in units), key=by_number))),
-            policy=_replicated_words(header, units) or tuple(policy_words(units)),
+            policy=_replicated_words(header, units) or (*policy_words(units), *_since(header, units)),
             is_replicated=bool(_replicated_words(header, units)),
         )
         for (name, _), units in parts.items()
     )
+
+
+def _since(header: Header, units: Sequence[Unit]) -> list[str]:
+    """Return since when units have their policy, as text, if a model was resharded."""
+    is_changed = any(unit.earlier for unit in units) or any(
+        unit.retired and unit.since_step >= 0 for unit in header.units
+    )
+    return [f"this policy since {step_name(max(unit.since_step for unit in units))}"] if is_changed else []
 
 
 def _replicated_words(header: Header, units: Sequence[Unit]) -> tuple[str, ...]:

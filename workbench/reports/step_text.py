@@ -125,8 +125,9 @@ def unreduced_fault(
 
 def collective_words(header: Header, wait: ExposedWait) -> str:
     """Return the collective of a wait as text: ``"all-gather of blocks.2 in backward"``."""
+    where = f" in {'backward' if wait.in_backward else 'forward'}" if wait.kind is Kind.ALL_GATHER else ""
     of = f" of {unit_name(header, wait.unit)}" if wait.unit >= 0 else ""
-    return f"{wait.kind.words}{of}{' in backward' if wait.in_backward and wait.kind is Kind.ALL_GATHER else ''}"
+    return f"{wait.kind.words}{of}{where}"
 
 
 def wait_words(header: Header, wait: ExposedWait) -> str:
@@ -146,5 +147,5 @@ def _cause_words(wait: ExposedWait) -> str:
         return f"rank {wait.late_rank} issued it last"
     if wait.cause is WaitReason.BANDWIDTH:
         payload = format_bytes(wait.num_bytes) if wait.num_bytes else "transfers"
-        return f"issued ahead, but {payload} take {time_words(wait.time_ns)}"
+        return f"issued ahead, but {payload} take {time_words(wait.time_ns)} on average"
     return _CAUSES[wait.cause]

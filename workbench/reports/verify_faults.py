@@ -87,7 +87,7 @@ class FirstDifference:
     @property
     def words(self) -> str:
         """The difference as text."""
-        size = "not finite" if math.isinf(self.relative) else f"{self.relative:.2g} relative"
+        size = "not finite" if math.isinf(self.relative) else f"{100 * self.relative:.2g}% of its size"
         noun, order = _ORDERS[self.what]
         return f"{unit_words(self.name)}, {noun} {self.position + 1} of {self.total} {order}: {size}, on {self.where}"
 

@@ -16,9 +16,15 @@ from workbench.protocol.commands import (
 from workbench.replay.grouping import by_rank_words, first_on_words, notes_of
 from workbench.replay.units import differing, unmanaged_sentences
 from workbench.reports.repeat_faults import first_repeated, repeat_faults
-from workbench.reports.report import Report
+from workbench.reports.report import Report, next_facts
 from workbench.reports.resume_faults import NOT_COMPARED, resume_faults
 from workbench.reports.verify_faults import DATA, DRIFT, UNEVEN_COPIES, FirstDifference, faults_of, first_differences
+
+NAN_IN_PARAMETERS = (
+    "run the model's cell again or %fsdp load CHECKPOINT, after %fsdp fault off if one is injected; then "
+    "%fsdp break add nan, and a step stops at the first NaN and names its rank and parameter"
+)
+"""What to do with parameters of NaN: every step gives NaN again, so only earlier parameters show where it begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,12 @@ class VerifyReport(StepComparison, Report):
     def facts(self) -> list[tuple[str, str]]:
         """Return the faults, and the differences, term by term."""
         places = [(f"first {each.what}", each.words) for each in self.first_differences]
-        return [*facts_of(self.faults), *places, *self._numbers()]
+        return [*facts_of(self.faults), *places, *self._numbers(), *next_facts(self._after_nan)]
+
+    @property
+    def _after_nan(self) -> str:
+        """What names the first NaN of parameters that hold some already; empty if none does."""
+        return NAN_IN_PARAMETERS if self.not_finite and self.ok and not self.is_repeated and not self.resumed else ""
 
     def _numbers(self) -> list[tuple[str, str]]:
         worst = f", in {self.worst_param}" if self.max_rel_diff and self.worst_param else ""

@@ -269,7 +269,9 @@ class Recorder:
             dataclasses.replace(info, index=index, root=-1, params=(), gone=True)
             for index in range(len(units), info.index)
         ]
-        units[info.index : info.index + 1] = [info]
+        known = units[info.index] if info.index < len(units) and units[info.index].in_use else None
+        step = self.next_step if self.step == NO_STEP else self.step
+        units[info.index : info.index + 1] = [info.following(known, step)]
         self._change(dataclasses.replace(self.header, units=tuple(units)))
         self.on_unit()
 

@@ -98,12 +98,15 @@ def _is_beginning(first: Trace, second: Trace) -> bool:
     return found
 
 
-def policies(first_steps: Sequence[int], last: Callable[[], Trace]) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
+def policies(
+    first_steps: Sequence[int], last: Callable[[], Trace], *, is_live: bool = True
+) -> tuple[tuple[str, Trace], tuple[str, Trace]]:
     """Return the steps under the last two policies of the trace so far, each without its first step if it has more.
 
     Args:
         first_steps: numbers of the first step under each policy, in the order in which they were applied.
         last: returns the trace so far.
+        is_live: whether ranks run, so that there can be steps under another policy.
 
     Raises:
         UsageError: there are no two policies with steps.
@@ -116,10 +119,9 @@ def policies(first_steps: Sequence[int], last: Callable[[], Trace]) -> tuple[tup
     ]
     used = [numbers for numbers in under if numbers][-2:]
     if len(used) < 2:
-        raise UsageError(
-            "compare alone shows the last two policies, and steps ran under "
-            f"{'one' if used else 'none'}: %fsdp reshard MODEL, %fsdp step 3, or name two sides: compare A B"
-        )
+        known = f"steps ran under {'one' if used else 'none'}" if is_live or used else "that of no step is recorded"
+        more = "%fsdp reshard MODEL, %fsdp step 3, or " if is_live else ""
+        raise UsageError(f"compare alone shows the last two policies, and {known}: {more}name two sides: compare A B")
     first, second = (f"{numbers[min(1, len(numbers) - 1)]}..{numbers[-1]}" for numbers in used)
     return side(first, lambda: trace), side(second, lambda: trace)
 

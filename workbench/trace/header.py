@@ -44,12 +44,16 @@ def _completed(data: Any) -> Any:  # noqa: ANN401 - a file may contain anything
     """Return a header's data with defaults for the fields that units and parameters lacked when it was written."""
     if not isinstance(data, dict) or not _are_objects(data.get("units")):
         return data
-    of_unit, of_param = defaults(Unit), defaults(Param)
-    units = [{**of_unit, **unit} for unit in data["units"]]
-    for unit in units:
-        if _are_objects(unit.get("params")):
-            unit["params"] = [{**of_param, **param} for param in unit["params"]]
-    return {**data, "units": units}
+    return {**data, "units": [_completed_unit(unit) for unit in data["units"]]}
+
+
+def _completed_unit(data: dict[str, Any]) -> dict[str, Any]:
+    unit = {**defaults(Unit), **data}
+    if _are_objects(unit.get("params")):
+        unit["params"] = [{**defaults(Param), **param} for param in unit["params"]]
+    if _are_objects(unit["earlier"]):
+        unit["earlier"] = [_completed_unit(each) for each in unit["earlier"]]
+    return unit
 
 
 def _are_objects(data: Any) -> bool:  # noqa: ANN401 - a file may contain anything

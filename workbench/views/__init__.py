@@ -18,6 +18,7 @@ from workbench.views import theme
 # under other names, so that each module keeps its name in this package
 from workbench.views.comms import comms as _comms
 from workbench.views.layout import layout as _layout
+from workbench.views.mark_buttons import NO_MARKS, Marks
 from workbench.views.memory import memory as _memory
 from workbench.views.projector_theme import for_talk
 from workbench.views.responsive import with_narrow
@@ -37,14 +38,17 @@ VIEWS: dict[str, View] = {
     "training": _training,
 }
 
+_MARKING = frozenset({"memory", "timeline", "states"})  # the views of events; the others draw totals, or no time
 
-def draw(name: str, trace: Trace, *, talk: bool = False, **options: object) -> go.Figure:
+
+def draw(name: str, trace: Trace, *, talk: bool = False, marks: Marks = NO_MARKS, **options: object) -> go.Figure:
     """Return the figure that the view called ``name`` draws of ``trace``.
 
     Args:
         name: a key of :data:`VIEWS`.
         trace: what happened so far; left as it is.
         talk: in sizes and colours for a projector.
+        marks: events to mark, by the sentence that names them; a view without events leaves them out.
         options: of that view, for example ``step=3``.
 
     Raises:
@@ -54,7 +58,8 @@ def draw(name: str, trace: Trace, *, talk: bool = False, **options: object) -> g
         near = difflib.get_close_matches(name, VIEWS, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UsageError(f"there is no view {name!r}; {hint}the views are: {', '.join(VIEWS)}")
-    fig = VIEWS[name](trace, **options)
+    marked = {"marks": marks} if name in _MARKING else {}
+    fig = VIEWS[name](trace, **options, **marked)
     if name != "layout":
         fig = _with_left_edge(fig, trace)
     fig = with_narrow(fig)

@@ -98,7 +98,7 @@ def comms(trace: Trace, *, step: int | None = None, unit: str | None = None) -> 
     whose = "" if unit is None else f", {theme.shorten(unit)}"
     fig = theme.figure(
         f"{step_name(shown).capitalize()}{whose}: {_verdict(trace.header, rows)}",
-        _subtitle(trace.header, rows, num_left_out, clock),
+        _subtitle(trace.header, shown, rows, num_left_out, clock),
         barmode="stack",
         bargap=_BAR_GAP,
         **theme.legend_below(len({row.comparison.kind for row in drawn}) + 1, 130),
@@ -242,7 +242,7 @@ def _totals(rows: Sequence[Comparison]) -> str:
     return ", ".join(parts)
 
 
-def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clock: ClockSource) -> str:
+def _subtitle(header: Header, shown: int, rows: Sequence[Comparison], num_left_out: int, clock: ClockSource) -> str:
     rank = min(row.ranks[0] for row in rows)
     own = [row for row in rows if rank in row.ranks]
     payload, sent = sum(row.num_bytes for row in own), sum(sent_bytes(row) for row in own)
@@ -256,15 +256,33 @@ def _subtitle(header: Header, rows: Sequence[Comparison], num_left_out: int, clo
         unseen_words(header),
         "no times are shown: GPU times were not recorded, and host times say little about collectives"
         if clock is ClockSource.ENQUEUED
-        else f"compute waited {format_duration(exposed_ns)} of the {format_duration(time_ns)} that collectives took",
+        else f"compute waited {format_duration(exposed_ns)} of the {format_duration(time_ns)} that collectives took"
+        f"{_whose_times(own)}",
         theme.clock_words(header, clock) if clock is ClockSource.DEVICE else "",
-        "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
-        if any(row.differs for row in rows)
-        else "",
+        _differing(header, shown, rows),
         *unmanaged_notes(header),
         f"{plural(num_left_out, 'more row')} not drawn: select units with --unit NAME" if num_left_out else "",
     ]
     return theme.joined(sentences)
+
+
+def _differing(header: Header, shown: int, rows: Sequence[Comparison]) -> str:
+    """Return what a difference from the expected numbers of a step means; empty without one."""
+    units = {row.unit for row in rows if row.differs}
+    if not units:
+        return ""
+    if any(header.units[unit].at_step(shown).since_step < 0 for unit in units):
+        return "≠: the policy of that step is not recorded, so these are the expected numbers of the newest one"
+    return "≠ is expected where units are skipped or unsharded by hand; otherwise it is a bug"
+
+
+def _whose_times(rows: Sequence[Comparison]) -> str:
+    """Return over which ranks the times of rows are means, as text; empty for one rank."""
+    num_ranks = {len(row.ranks) for row in rows}
+    if num_ranks == {1}:
+        return ""
+    whose = plural(num_ranks.pop(), "rank") if len(num_ranks) == 1 else "the ranks of each row"
+    return f"; times: mean of {whose}"
 
 
 def _carriers(header: Header, rows: Sequence[Comparison]) -> str:
@@ -314,8 +332,8 @@ def _expected(row: Comparison) -> str:
 _COLUMNS = (
     Column(heading="calls", width=42, text=lambda row: f"{row.calls}"),
     Column(
-        heading="payload<br>sent",
-        width=68,
+        heading="payload<br>a ring sends",
+        width=96,
         text=lambda row: f"{format_bytes(row.num_bytes)}<br>{format_bytes(sent_bytes(row))}",
         is_of_hosts=False,
     ),
@@ -396,7 +414,7 @@ def _on_page(
 
 
 def _phrases(comparison: Comparison, columns: Sequence[Column]) -> list[str]:
-    """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "sent 289 KiB", ...]``."""
+    """Return the columns of a row as phrases: ``["calls 2", "payload 385 KiB", "a ring sends 289 KiB", ...]``."""
     pairs = [(column.heading.split("<br>"), column.text(comparison).split("<br>")) for column in columns]
     return [f"{name} {text}" for names, texts in pairs for name, text in zip(names, texts, strict=True)]
 

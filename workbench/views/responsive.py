@@ -35,7 +35,6 @@ LETTER = 6.8
 
 _WIDER = 100_000  # than any page
 
-_WIDTH_OF_BAR = 900  # of pages on which a horizontal tool bar leaves room for a title
 _SIDE = 24  # pixels beside the plot
 _NUMBER = "0.0000"  # as wide as the numbers on an axis without tick texts
 _AXIS_TITLE = 24  # pixels beside the labels
@@ -100,7 +99,7 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     margin = theme.TEMPLATE.layout.margin.to_plotly_json() | fig.layout.margin.to_plotly_json()
     plot_height = own.pop("drawn", fig.layout.height - margin["t"] - margin["b"])
     found = {"title": titles, "margin": margin, "legend": fig.layout.legend.to_plotly_json()}
-    found["modebar"] = {"orientation": "v" if width < _WIDTH_OF_BAR else "h"}  # beside the title, not over it
+    found["modebar"] = {"orientation": "v" if width < theme.TOOL_BAR_FROM else "h"}
     margin["t"] += top - theme.heading(title, subtitle)[1]
     margin |= own.pop("margin", {})
     beside = sum(sides(fig)) if own.get("yaxis", {}).get("automargin", True) else margin["l"] + margin["r"]
@@ -108,10 +107,11 @@ def _layout(fig: go.Figure, width: int, drawn: int, own: dict[str, Any]) -> dict
     below, entry = None, legend_width(fig)
     is_beside, is_below = fig.layout.legend.y is None, fig.layout.legend.yref == "container"
     is_tight = is_beside and drawn - beside - entry < _LEAST_BESIDE * width
-    if entries and (is_tight or (width < theme.NARROWEST and (is_beside or is_below))):
+    is_narrow = width < theme.NARROWEST
+    if entries and (is_tight or is_below or (is_narrow and is_beside)):
         below = theme.legend_below(len(entries), drawn - beside, entry)
         margin["b"] = below["margin_b"]
-        found["legend"] |= below["legend"] | {"x": 0.01, "xanchor": "left"}
+        found["legend"] |= below["legend"] | ({} if is_below and not is_narrow else {"x": 0.01, "xanchor": "left"})
     under = margin["b"] - theme.BELOW_AXIS + _LEGEND_PADDING
     margin["t"] += own.pop("above", 0)
     margin["b"] += own.pop("below", 0)

@@ -24,7 +24,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
-from workbench.views.paused_time import add_holds, hold_words
+from workbench.views.paused_time import add_holds, hold_words, num_names
 from workbench.views.phases import STRIP_HEIGHT, add_phases, phases_within
 from workbench.views.rank_labels import several, who
 from workbench.views.responsive import LETTER, SIDE, on_pages
@@ -78,7 +78,7 @@ def states(
         _title(trace.header, shown, found, units),
         _subtitle(trace.header, drawn.rank, alike, units, seen.cuts, clock),
         barmode="overlay",
-        **theme.legend_below(len(UnitState) + len(WORK) + (len(seen.cuts) > 0)),
+        **theme.legend_below(len(UnitState) + len(WORK) + num_names(seen.cuts)),
     )
     axis = time_axis(seen.extent_ns)
     _draw(fig, trace.header, drawn, units[:MAX_UNITS], found, axis)
@@ -116,10 +116,20 @@ def units_of_rank(header: Header, drawn: RankTrace) -> list[int]:
 
 def _title(header: Header, shown: Window, found: StateSpans, units: Sequence[int]) -> str:
     most, num_units = _most_at_once(found, units), len(units)
+    if num_units == 1 and _is_split(header, units):
+        return f"{shown}: {_one(header, found, units[0])}"
     some = f"all {num_units} units" if most == num_units > 1 else f"at most {most} of {plural(num_units, 'unit')}"
     if not _is_split(header, units):
         return f"{shown}: nothing is sharded; {some} in use at once"
     return f"{shown}: {some} unsharded at once"
+
+
+def _one(header: Header, found: StateSpans, unit: int) -> str:
+    """Return how long a unit was unsharded, as text."""
+    full = (found.state == UnitState.UNSHARDED) & (found.unit == unit)
+    total_ns = int((found.end_ns - found.begin_ns)[full].sum())
+    how = f"unsharded for {format_duration(total_ns)}" if total_ns else "never unsharded"
+    return f"{theme.shorten(unit_name(header, unit), _NAME_LETTERS)} {how}"
 
 
 def _is_split(header: Header, units: Sequence[int]) -> bool:

@@ -40,6 +40,9 @@ FAINT = "rgba(128,128,128,0.14)"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 
 CLEAR = "rgba(0,0,0,0)"
+ACTIVE = "#2f8fd8"
+"""Colour of a tool bar's button that is on: legible on white and dark pages."""
+
 WRONG = "#d6336c"
 """Colour of values that differ from the expected; in tables used for nothing else."""
 
@@ -176,7 +179,7 @@ def _template() -> go.layout.Template:
             "colorway": list(CATEGORY_COLOURS.values()),
             "hoverlabel": {"align": "left", "namelength": -1, "font": {"family": FONT_FAMILY, "size": 13}},
             "legend": {"x": 1.01, "xanchor": "left", "y": 1, "yanchor": "top"},
-            "modebar": {"bgcolor": CLEAR, "color": GRID, "activecolor": INK, "remove": ["sendChartToCloud"]},
+            "modebar": {"bgcolor": CLEAR, "color": INK, "activecolor": ACTIVE, "remove": ["sendChartToCloud"]},
             "margin": {"l": 24, "r": 24, "t": 84, "b": 36},
             "xaxis": {**axis, "showline": True, "ticks": "outside"},
             "yaxis": axis,
@@ -193,6 +196,10 @@ _TITLE_SIZE, _SMALL_TITLE_SIZE, _SMALL_PAGE = 17, 15, 300  # pixels: fonts; page
 _TITLE_LETTER, _SUBTITLE_LETTER = 0.546, 7.38  # mean width of a character: relative to its size; pixels
 _EMPTY_LETTER = 9.2  # pixels, in empty figures
 _BESIDE_TITLE = 24  # pixels
+_TOOL_BAR = 230  # pixels of a horizontal one
+TOOL_BAR_FROM = 700
+"""Pixels of pages on which the tool bar is horizontal, and right of the title; it is vertical on narrower ones."""
+
 _UNBROKEN = "\u00a0"  # a space at which no line ends
 _TOGETHER = re.compile(rf" (?=·)|(?<=\d) (?=(?:{'|'.join(UNITS)})\b)")
 """Spaces before a dot between two sentences, and between a number and its unit."""
@@ -211,7 +218,8 @@ def heading(title: str, subtitle: str, width: int = NARROWEST) -> tuple[dict[str
     """
     size = _SMALL_TITLE_SIZE if width < _SMALL_PAGE else _TITLE_SIZE
     room = width - _BESIDE_TITLE
-    titles = _wrapped(title, int(room / (size * _TITLE_LETTER)))
+    beside_bar = room - _TOOL_BAR * (width >= TOOL_BAR_FROM)
+    titles = _wrapped(title, int(beside_bar / (size * _TITLE_LETTER)))
     subtitles = _wrapped(subtitle, int(room / _SUBTITLE_LETTER))
     found: dict[str, Any] = {
         "text": _lines(titles),

@@ -30,7 +30,7 @@ from workbench.trace.columns import RankTrace, Trace
 from workbench.trace.schema import Header
 from workbench.views import theme
 from workbench.views.mark_buttons import NO_MARKS, MarkPlace, Marks, add_marks
-from workbench.views.paused_time import add_holds, hold_words
+from workbench.views.paused_time import add_holds, hold_words, num_names
 from workbench.views.rank_labels import MANY, several, who
 from workbench.views.responsive import on_pages
 from workbench.views.span_shapes import Rectangles, TimeAxis, add_bars, for_screen, joined, rectangles, time_axis
@@ -122,9 +122,16 @@ def timeline(
     low, high = _ROW_HEIGHTS
     fig = theme.figure(
         _title(drawn, shown, state, parts, blocks, waited_ns),
-        _subtitle(trace.header, drawn, folded, between_ns if only is None else 0, has_collectives=len(grid.tracks) > 1),
+        _subtitle(
+            trace.header,
+            drawn,
+            folded,
+            _longest(drawn, parts),
+            between_ns if only is None else 0,
+            has_collectives=len(grid.tracks) > 1,
+        ),
         barmode="overlay",
-        **theme.legend_below(len({*bars.colour.tolist()}) + 1 + (len(cuts) > 0)),
+        **theme.legend_below(len({*bars.colour.tolist()}) + 1 + num_names(cuts)),
     )
     rows = round(grid.num_rows * min(max(_HEIGHT / grid.num_rows, low), high))
     fig.update_layout(height=fig.layout.margin.t + rows + fig.layout.margin.b)
@@ -219,6 +226,7 @@ def _state(trace: Trace, shown: Window, parts: Sequence[RankTrace]) -> str:
     return _ABORTED if shown.unfinished(whole) == "aborted" else _RUNS
 
 
+_APART = 1.05  # of the duration: a picture from which on it is explained
 _ENDED, _ABORTED, _RUNS = ": {}", " was aborted: {} until then", " has not ended: {} so far"
 
 
@@ -251,7 +259,16 @@ def _duration_ns(drawn: DrawnSteps, parts: Sequence[RankTrace]) -> float:
     return float(times.high[0]) if is_known else end_ns - begin_ns
 
 
-def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *, has_collectives: bool) -> str:
+def _longest(drawn: DrawnSteps, parts: Sequence[RankTrace]) -> str:
+    """Return that the duration is shorter than the picture, as text, if ranks began apart; else empty."""
+    duration_ns, (begin_ns, end_ns) = _duration_ns(drawn, parts), drawn.extent_ns
+    is_shorter = len(parts) > 1 and end_ns - begin_ns > _APART * duration_ns
+    return f"{format_duration(duration_ns)} is the longest of the ranks' steps, which begin apart" if is_shorter else ""
+
+
+def _subtitle(
+    header: Header, drawn: DrawnSteps, folded: str, longest: str, between_ns: int, *, has_collectives: bool
+) -> str:
     is_enqueued = drawn.clock is ClockSource.ENQUEUED
     end = "the host's wait for it" if is_enqueued else "its last byte; its arrow points to the wait for it"
     sentences = [
@@ -260,6 +277,7 @@ def _subtitle(header: Header, drawn: DrawnSteps, folded: str, between_ns: int, *
         folded,
         f"a collective's bar runs from its launch to {end}" if has_collectives else "",
         "a unit's compute excludes the units inside it",
+        longest,
         unseen_words(header),
         hold_words(drawn.cuts),
         theme.error_words(between_ns),

@@ -31,7 +31,7 @@ export function followWidth(graph, redraw) {
   explainTerms(graph);
   graph.on?.("plotly_afterplot", () => {
     explainTerms(graph);
-    if (cutEmptySpace(graph)) redraw();
+    if (fitLegend(graph)) redraw();
   });
   const around = graph.parentElement, { least, narrow } = graph.layout.meta ?? {};
   if (!around || !least || !narrow) return () => undefined;
@@ -55,11 +55,12 @@ export function followWidth(graph, redraw) {
 }
 
 /**
- * Cut what a legend under the plot leaves empty below it: a layout has room for the widest font.
+ * End a figure at the legend under its plot: a layout has room for the widest font, and at another width, as beside a
+ * scroll bar, the entries take more lines.
  * @param {Graph} graph
  * @returns {boolean} whether its layout has changed
  */
-function cutEmptySpace(graph) {
+function fitLegend(graph) {
   const { layout } = graph, legend = /** @type {Legend | undefined} */ (layout.legend);
   const margin = /** @type {{ b?: number } | undefined} */ (layout.margin);
   if (legend?.yref !== "container" || legend.yanchor !== "top") return false;
@@ -69,7 +70,7 @@ function cutEmptySpace(graph) {
   const height = typeof layout.height === "number" ? layout.height : whole.height; // plotly forgets it on a resize
   if (Math.abs(whole.height - height) > 1) return false;
   const empty = Math.floor(whole.bottom - box.bottom);
-  if (empty < 2) return false;
+  if (Math.abs(empty) < 2) return false;
   layout.height = height - empty;
   margin.b -= empty;
   legend.y = ((legend.y ?? 0) * height - empty) / (height - empty);
