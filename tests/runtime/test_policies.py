@@ -81,7 +81,7 @@ def train(policy):
 
 def planned(unit):
     """Return a unit with only the fields known before it is made."""
-    return replace(unit, index=0, root=-1, comm="")
+    return replace(unit, index=0, root=-1, comm="", since_step=-1, earlier=())
 
 
 @functools.cache
