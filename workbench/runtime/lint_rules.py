@@ -512,7 +512,7 @@ def _are_copies(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_one(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two units share a shard: torch's units take a parameter that was tied after ``fully_shard``."""
-    return local_tensor(one).data_ptr() == local_tensor(other).data_ptr()
+    return local_tensor(one).is_set_to(local_tensor(other))
 
 
 def _holder(target: LintTarget, name: str) -> str:
