@@ -333,7 +333,6 @@ class _Waits:
             new_to = [rank for rank in party if is_usual(self.trace.rank(rank), made.group, made.number) is False]
             found = [(tuple(new_to), position, made), found[0]]
         (less, less_position, call), (more, _, most) = found
-        by_rank = {each.rank: each for each in waiting}
         passes = [passes_before(self.trace.header, self.trace.rank(ranks[0])) for ranks in (less, more)]
         divergence = Divergence(
             group=call.group,
@@ -349,13 +348,7 @@ class _Waits:
         )
         fault = divergence_fault(divergence, self.trace.header, self.positions)
         waits = tuple(self._wait_lines(waiting))
-        fix = fault.fix
-        for party, own, apart in ((more, most, less), (less, call, more)):
-            if len(party) > 1 and not own.call.kind.info.is_point_to_point and _is_pair(by_rank[apart[0]]):
-                fix += (
-                    f"; or, if {label(apart)} has no part in that {own.call.kind.words}, pass it the group of "
-                    f"{label(party)}"
-                )
+        fix = fault.fix + _own_group((more, most), (less, call)) + _own_group((less, call), (more, most))
         return replace(fault, evidence=(*waits, *fault.evidence[1:]), fix=fix)
 
     @staticmethod
@@ -623,6 +616,15 @@ def _both(sends: int, receives: int) -> str:
 def _is_same(one: UnsharedCall, other: UnsharedCall) -> bool:
     """Return whether two calls in different groups are alike, so that their order alone may differ."""
     return (one.call.kind, one.call.unit) == (other.call.kind, other.call.unit)
+
+
+def _own_group(one: tuple[Sequence[int], UnsharedCall], other: tuple[Sequence[int], UnsharedCall]) -> str:
+    """Return what to do if ranks in a send or receive have no part in the collective of others, as the end of a fix."""
+    (party, made), (apart, message) = one, other
+    is_told = len(party) > 1 and not made.call.kind.info.is_point_to_point and message.call.kind.info.is_point_to_point
+    if not is_told:
+        return ""
+    return f"; or, if {label(apart)} has no part in that {made.call.kind.words}, pass it the group of {label(party)}"
 
 
 def _places(positions: Sequence[RunPosition], before: str) -> str:
