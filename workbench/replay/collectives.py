@@ -427,15 +427,24 @@ class Comparison(Calls):
         return self.expected is not None and found != (self.expected.calls, self.expected.num_bytes)
 
 
+def _issuing(trace: Trace, step: int) -> set[int]:
+    """Return the units of which some rank issued a collective in a step; memory of others may still be freed in it."""
+    found: set[int] = set()
+    for rank in trace.ranks:
+        begin, end = rank.places_of(step, step)
+        found.update(rank.rows["unit"][begin:end][np.isin(rank.kinds[begin:end], COLLECTIVES)].tolist())
+    return found
+
+
 def compare(trace: Trace, step: int) -> tuple[Comparison, ...]:
     """Return measured and expected values for every unit that a rank used in ``step``.
 
     Ordered by unit, kind and number of ranks. Where ranks differ there are several entries, the most common first.
     Expected is what each unit's policy in ``step`` needs, also if the unit is no longer in use.
     """
-    header = under_policies_of(trace.header, step)
-    units = tuple(replace(unit, retired=False, gone=False) for unit in header.units)
-    trace = Trace(replace(header, units=units), trace.ranks)
+    header, used = under_policies_of(trace.header, step), _issuing(trace, step)
+    units = (replace(unit, retired=False, gone=False) if unit.index in used else unit for unit in header.units)
+    trace = Trace(replace(header, units=tuple(units)), trace.ranks)
     groups: dict[Hashable, list[RankTrace]] = {}
     for rank in trace.ranks:
         begin, end = rank.places_of(step, step)
