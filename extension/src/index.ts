@@ -182,7 +182,7 @@ function addDashboards(
       }
       const widget = new MainAreaWidget({ content: new DashboardWidget(tracker, path, load, about.version) });
       widget.id = `fsdp-dashboard-${path}`;
-      widget.title.label = `FSDP: ${path.split("/").at(-1)?.replace(/\.ipynb$/, "")}`;
+      widget.title.label = `${path.split("/").at(-1)?.replace(/\.ipynb$/, "")} (FSDP)`;
       widget.title.caption = `Ranks of ${path}`;
       widget.title.icon = shardsIcon;
       widget.title.closable = true;
