@@ -202,7 +202,7 @@ def test_all_of_it_is_reached_by_keyboard_in_the_order_in_which_one_reads(chromi
             opened.page.keyboard.press("Tab")
             found.append(opened.page.evaluate(FOCUSED))
         names = [name.partition(".")[0].partition(" ")[0] for name, *_ in found]
-        assert names == ["Live", "hold", "\u25cb", "peak", "Timeline"]
+        assert names == ["Live", "freeze", "\u25cb", "peak", "Timeline"]
         assert [place for _, *place, _ in found] == sorted(place for _, *place, _ in found)
         assert all(is_shown for *_, is_shown in found)
 
