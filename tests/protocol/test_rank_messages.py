@@ -31,21 +31,22 @@ PLAIN = {
 CHECKED = {word: commands(word) for word in (Next, Shard, Reshard, Evaluate)}  # commands that refuse some values
 
 
-def of(kind):
-    """Return a strategy of the values of a type that a message may hold."""
+def of(kind, within=()):
+    """Return a strategy of the values of a type that a message may hold; none of a type is within one of it."""
     origin, args = get_origin(kind), get_args(kind)
     if kind in CHECKED:
         return CHECKED[kind]
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
-        return st.builds(kind, **{field.name: of(hints[field.name]) for field in dataclasses.fields(kind)})
+        within = (*within, kind)
+        return st.builds(kind, **{field.name: of(hints[field.name], within) for field in dataclasses.fields(kind)})
     if origin is Literal:
         return st.sampled_from(args)
     if origin is tuple:
-        return st.lists(of(args[0]), max_size=2).map(tuple)
+        return st.just(()) if args[0] in within else st.lists(of(args[0], within), max_size=2).map(tuple)
     if origin is dict:
-        return st.dictionaries(of(args[0]), of(args[1]), max_size=2)
-    return st.one_of([of(arg) for arg in args]) if args else PLAIN[kind]
+        return st.dictionaries(of(args[0], within), of(args[1], within), max_size=2)
+    return st.one_of([of(arg, within) for arg in args]) if args else PLAIN[kind]
 
 
 @given(st.one_of([of(cls) for cls in REQUESTS.values()]))
