@@ -609,6 +609,11 @@ class Unit:
     earlier: tuple[Unit, ...] = ()
 
     @property
+    def is_flat(self) -> bool:
+        """Whether its parameters are packed into a flat parameter."""
+        return any(param.parts for param in self.params)
+
+    @property
     def policy(self) -> tuple[object, ...]:
         """What decides its collectives and may change from step to step."""
         params = tuple((param.trainable, param.compute_itemsize) for param in self.params)
@@ -618,7 +623,7 @@ class Unit:
         """Return this unit with the policies that it had before.
 
         Args:
-            known: its description until now; None: there is none.
+            known: the unit as described so far; None for a new unit.
             step: the step that runs, or else the next one.
         """
         if known is None:

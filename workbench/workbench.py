@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +113,7 @@ from workbench.trace.read_recording import RecordingReader
 from workbench.views import VIEWS, draw, theme
 from workbench.views.compare import draw as draw_compared
 from workbench.views.fit import fit as fit_figure
+from workbench.views.mark_buttons import NO_MARKS, Marks
 
 PLAN = "plan"
 """The name of the newest plan, as a side of ``compare``."""
@@ -1217,14 +1218,18 @@ class Workbench:
 
     # ---- views
 
-    def view(self, name: str, **options: Any) -> go.Figure:  # noqa: ANN401 - of the view
+    def view(self, name: str, **options: object) -> go.Figure:
         """Return the view ``name`` of the trace up to the cursor.
 
         Raises:
             UsageError: no such view.
         """
+        return self._draw(name, options)
+
+    def _draw(self, name: str, options: Mapping[str, object], marks: Marks = NO_MARKS) -> go.Figure:
         self._check_looks(name)
-        return draw(name, self.shown_trace, talk=bool(options.pop("talk", False)), **options)
+        others = {key: value for key, value in options.items() if key != "talk"}
+        return draw(name, self.shown_trace, talk=bool(options.get("talk")), marks=marks, **others)
 
     def _check_looks(self, view: str) -> None:
         """Raise UsageError if a view must not be shown now."""
@@ -1261,7 +1266,7 @@ class Workbench:
         """
         self._check_looks("explain")
         cause = None if subject or step is not None or self._session is None else self._session.stop_cause
-        if cause is not None:  # more than any step that has ended
+        if cause is not None:  # says more than any step that has ended
             return ExplainReport(faults=(cause,), num_checks=1, subject=subject, step=None, answer=cause)
         models = next(iter(self.models().values()), ())
         return explain(self.shown_trace, subject, which, step=step, models=models, is_live=self.running)
@@ -1274,8 +1279,8 @@ class Workbench:
         if report is None or report.picture is None:
             return None
         try:
-            return self.view(report.picture.view, **report.picture.options, marks=report.marks)
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with the picture, the answer has to be shown
+            return self._draw(report.picture.view, report.picture.options, report.marks)
+        except Exception as error:  # noqa: BLE001 - a picture may fail for any reason, and the answer must still be shown
             return theme.empty(f"{report.picture.line} cannot be drawn: {type(error).__name__}: {error}")
 
     def _sides(self, a: TraceSelector, b: TraceSelector) -> tuple[tuple[str, Trace], tuple[str, Trace]]:

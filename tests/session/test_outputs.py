@@ -145,7 +145,7 @@ def test_tabs_begin_with_the_line_in_which_ranks_differ():
     assert plain(last) == plain(lower)
 
 
-def test_whoever_cannot_replace_what_was_shown_gets_all_lines_once():
+def test_the_text_of_all_outputs_has_each_line_once():
     job = Job()
     for number in range(3):
         job.write({rank: f"loss {rank + number}\n" for rank in range(3)})

@@ -167,7 +167,7 @@ class Zygote:
         """Have an idle zygote fork the processes of a cluster, in their order, without waiting for them.
 
         Args:
-            programs: what each runs, by rank (None: the controller).
+            programs: what each process runs, by rank; the controller has the rank None.
             environment: environment of all.
             on_born: called in a separate thread with each process that was forked.
             on_exit: called in that thread with the rank of each that has ended, and its exit code.
@@ -307,7 +307,7 @@ def main() -> None:
 
 
 _children: dict[int, int | None] = {}
-"""The rank of each child of the zygote that has not ended, by its process id; None: the controller."""
+"""The rank of each running child of the zygote, by process id; the controller has the rank None."""
 
 
 def _requests(pipe: IO[bytes]) -> Generator[dict[str, Any]]:

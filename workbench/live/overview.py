@@ -40,7 +40,7 @@ Knobs = dict[str, dict[str, object]]
 
 _KNOBS: dict[str, Callable[[Unit], object]] = {
     "engine": lambda unit: unit.runner.name,
-    "api": lambda unit: "classic" if any(param.parts for param in unit.params) else "fully_shard",
+    "api": lambda unit: "classic" if unit.is_flat else "fully_shard",
     "reshard after forward": lambda unit: unit.reshard_after_forward,
     "ranks per copy": lambda unit: unit.shard_size,
     "copies": lambda unit: unit.replicate_size,

@@ -605,9 +605,9 @@ def ranks_of_handle(handle: Handle) -> tuple[Ranks, Ranks | None]:
 
 
 def is_left_unaveraged(handle: Handle) -> bool:
-    """Return whether torch was told to average gradients over copies of one rank each, and averages nothing.
+    """Return whether torch does not average the gradients of a parameter that it replicates.
 
-    It makes ``NO_SHARD`` of ``HYBRID_SHARD`` over shard groups of one rank, and then reduces within such a group alone.
+    With one rank in each shard group, torch turns ``HYBRID_SHARD`` into ``NO_SHARD`` and reduces within that group.
     """
     between = getattr(_wrapper_of(handle), "_inter_node_pg", None)
     return not handle.uses_sharded_strategy and between is not None and handle.process_group.size() < between.size()

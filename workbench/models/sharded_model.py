@@ -133,7 +133,7 @@ class ShardedModel(ABC):
         return None
 
     def is_left_unaveraged(self, unit: int) -> bool:
-        """Return whether the engine was told to average the gradients of a unit over several ranks, and does not."""
+        """Return whether the engine replicates a unit over several ranks without averaging its gradients."""
         return False
 
     def replicas(self, unit: int) -> Sequence[int]:

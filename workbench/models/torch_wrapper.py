@@ -366,7 +366,7 @@ class WrapperModel(WatchedModel[Handle]):
         self._wrappers = list(_torch.wrappers_below(model))
 
     def is_left_unaveraged(self, unit: int) -> bool:
-        """Return whether the wrapper replicates a unit over several ranks and averages its gradients over none."""
+        """Return whether the wrapper replicates a unit over several ranks without averaging its gradients."""
         return _torch.is_left_unaveraged(self._flats[unit].handle)
 
     def check_can_copy(self, name: str, largest: Largest) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,7 +159,7 @@ def first_divergence(trace: Trace) -> Divergence | None:
         for ranks in (first.most_ranks, first.other_ranks)
     )
     parties = first.most_ranks, first.other_ranks
-    outside = next(filter(None, (_outside(trace, first, *pair) for pair in (parties, parties[::-1]))), None)
+    outside = next(filter(None, (_outside(trace, issued, first, *pair) for pair in permutations(parties))), None)
     found_first = replace(first, most_passes=most, other_passes=other, outside=outside)
     calls_of = [(trace.rank(ranks[0]), first.group, first.number) for ranks in (first.most_ranks, first.other_ranks)]
     is_even = len(first.most_ranks) == len(first.other_ranks)  # else fewer ranks are the exception, whatever they did
@@ -174,16 +175,17 @@ def _seq_of(issued: Rows, group: int, number: int) -> int:
     return int(issued["seq"][(issued["comm_group"] == group) & (issued["comm_seq"] == number)][0])
 
 
-def _outside(trace: Trace, found: Divergence, ranks: tuple[int, ...], others: tuple[int, ...]) -> OutsideCalls | None:
+def _outside(
+    trace: Trace, issued: Mapping[int, Rows], found: Divergence, ranks: tuple[int, ...], others: tuple[int, ...]
+) -> OutsideCalls | None:
     """Return what ``ranks`` issued outside of their passes up to a divergence, while others were in a further pass."""
-    parts = [trace.rank(party[0]) for party in (ranks, others)]
-    mine, theirs = (_of_group(_issued(part), found.group) for part in parts)
+    mine, theirs = (_of_group(issued[party[0]], found.group) for party in (ranks, others))
     numbers = np.intersect1d(mine["comm_seq"], theirs["comm_seq"], assume_unique=True)
     numbers = numbers[numbers < found.number]
     own, other = (calls[np.isin(calls["comm_seq"], numbers)] for calls in (mine, theirs))
     (num_own, is_outside), (num_other, _) = (
-        passes_at(trace.header, part, calls["seq"].astype(np.int64))
-        for part, calls in zip(parts, (own, other), strict=True)
+        passes_at(trace.header, trace.rank(party[0]), calls["seq"].astype(np.int64))
+        for party, calls in ((ranks, own), (others, other))
     )
     is_outside &= (own["unit"] >= 0) & (own["kind"] == Kind.ALL_GATHER) & (num_own < num_other)
     calls = own[len(own) - int(np.argmin([*is_outside[::-1], False])) :]

@@ -137,9 +137,8 @@ def peak_with(part: RankTrace, edits: _Edits) -> int:
     return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
 
 
-def _peak_times(part: RankTrace, factor: NDArray[np.float64]) -> int:
-    """Return the peak of a rank's rows if those that move bytes in use moved ``factor`` as many, ``[M]``."""
-    _, deltas = _in_use(part.rows)
+def _peak_times(part: RankTrace, deltas: Ints, factor: NDArray[np.float64]) -> int:
+    """Return the peak of a rank if ``deltas`` of its bytes in use, ``[M]``, were ``factor`` times as large, ``[M]``."""
     total = np.cumsum((deltas * factor).astype(np.int64))
     return in_use(part.start.bytes_by_category) + int(total.max(initial=0))
 
@@ -271,22 +270,19 @@ def _smaller(header: Header, part: RankTrace, found: Peak, at_peak: dict[int, Un
     alike = tuple(each.index for each in model if inner in parts_of(each))
     both = [((unit,), ""), *([(alike, inner)] if len(alike) > 1 else [])]
     made = (_cut(header, part, found, units, inner, modules) for units, modules in both)
-    return [saving for saving in made if 2 * sum(sizes.get(each, 0) for each in saving.units) > _unsharded(found)]
-
-
-def _unsharded(found: Peak) -> int:
-    return found.bytes_by_category[Category.UNSHARDED_PARAMS]
+    unsharded = found.bytes_by_category[Category.UNSHARDED_PARAMS]
+    return [saving for saving in made if 2 * sum(sizes.get(each, 0) for each in saving.units) > unsharded]
 
 
 def _cut(header: Header, part: RankTrace, found: Peak, units: tuple[int, ...], inner: str, modules: str) -> Saving:
     """Return about what units save whose submodule ``inner`` has a unit of its own, if that alone is gathered."""
-    places, _ = _in_use(part.rows)
+    places, deltas = _in_use(part.rows)
     rows = part.rows[places]
     factor = np.ones(len(rows))
     for unit in units:
         parts = parts_of(header.units[unit])
         factor[(rows["unit"] == unit) & np.isin(rows["category"], _OF_UNITS)] = parts[inner] / max(parts.total(), 1)
-    peak = _peak_times(part, factor)
+    peak = _peak_times(part, deltas, factor)
     gathers = table(part)
     calls = int(((gathers.kind == Kind.ALL_GATHER) & np.isin(gathers.unit, units)).sum())
     return Saving(
@@ -340,7 +336,7 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     wide = tuple(unit for unit, each in units.items() if each.compute_itemsize > BF16)
     if not wide:
         return None
-    places, _ = _in_use(part.rows)
+    places, deltas = _in_use(part.rows)
     rows = part.rows[places]
     compute = np.ones(max(units) + 2)  # the last entry is for -1
     reduce = np.ones(max(units) + 2)
@@ -351,5 +347,5 @@ def _precision(part: RankTrace, found: Peak, units: dict[int, Unit]) -> Saving |
     factor = np.where(np.isin(rows["category"], _FULL), compute[number], 1.0)
     factor = np.where(rows["category"] == Category.REDUCE_SCATTER_BUFFERS, reduce[number], factor)
     factor = np.where(rows["category"] == Category.ACTIVATIONS, compute.min(), factor)
-    peak = _peak_times(part, factor)
+    peak = _peak_times(part, deltas, factor)
     return Saving(knob=Knob.PRECISION, peak_bytes=peak, saved_bytes=found.num_bytes - peak, is_bound=True, units=wide)

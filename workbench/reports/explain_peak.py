@@ -156,7 +156,7 @@ def unit_path(unit: Unit, models: Sequence[ModelInfo]) -> str:
 
 def is_flat(unit: Unit) -> bool:
     """Return whether a unit is one of the classic API, with a flat parameter."""
-    return any(param.parts for param in unit.params) or unit.runner.is_flat
+    return unit.is_flat or unit.runner.is_flat
 
 
 def is_ours(unit: Unit) -> bool:

@@ -129,10 +129,10 @@ class _Words:
             case Parting.ORDER:
                 verdict = f"{mine} issued {other}{at} before {most}, {theirs} the other way round{there}"
             case Parting.EXTRA:
-                within, fix = self._within_forward(found.other)
+                within, fix = self._within_forward(found.other, fix)
                 verdict = f"{mine} issued {other}{at}{within}, which {theirs} left out{there}"
             case Parting.LEFT_OUT:
-                within, fix = self._within_forward(found.most)
+                within, fix = self._within_forward(found.most, fix)
                 verdict = f"{mine} left out {most}{at}{within}, which {theirs} issued{there}"
             case Parting.UNKNOWN:
                 verdict = self._of_unknown(at, there)
@@ -146,13 +146,13 @@ class _Words:
         rule = _RULE.get(found.parting, "other-collective")
         return Fault(rule=rule, verdict=verdict, evidence=self._evidence(), fix=fix)
 
-    def _within_forward(self, call: IssuedCall) -> tuple[str, str]:
-        """Return that a unit was gathered for a forward, as part of a verdict, and the fix."""
+    def _within_forward(self, call: IssuedCall, fix: str) -> tuple[str, str]:
+        """Return that a unit was gathered for a forward, as part of a verdict, and the fix then, or else ``fix``."""
         passes = self._found.most_passes, self._found.other_passes
         is_within = all(each and each[-1].kind is Kind.FORWARD for each in passes) and len(passes[0]) == len(passes[1])
         if is_within and call.kind is Kind.ALL_GATHER and call.unit >= 0:
             return " in forward", _SAME_MODULES
-        return "", SAME_CALLS
+        return "", fix
 
     def of_outside(self, outside: OutsideCalls) -> Fault:
         """Return the fault that some ranks gathered units where others were in their next pass."""

@@ -30,7 +30,7 @@ class StopReport(Report):
         stop: where they are stopped.
         request: the request, as text.
         reasons: the breakpoints that hold them, and the values that these met, as text.
-        cause: why they waited before the stop, for what other ranks will not do; None: they did not, or it is unknown.
+        cause: why they were waiting when they were stopped; None if they were not, or if the reason is unknown.
     """
 
     computed = (*Report.computed, "ranks")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.base.fault import LATE, Fault
@@ -319,12 +319,7 @@ _PARTED = ("other-collective", "wrong-order", "other-payload", "stuck-collective
 
 def _with_ended_threads(cause: Fault, recording: Recording) -> Fault:
     """Return a fault of one rank, with the error that has ended a thread of it, if one has."""
-    told = [
-        f"rank {rank}: {note}"
-        for rank, known in recording.ranks.items()
-        for note in known.notes
-        if note.startswith(THREAD_ENDED) and re.match(rf"rank {rank}\b", cause.verdict)
-    ]
+    told = [note for rank, note in _notes(recording, THREAD_ENDED) if re.match(rf"rank {rank}\b", cause.verdict)]
     if not told or cause.rule not in _OF_ONE_RANK:
         return cause
     fix = f"see first whether it waited for the thread that an error has ended; else {cause.fix}"
@@ -333,9 +328,14 @@ def _with_ended_threads(cause: Fault, recording: Recording) -> Fault:
 
 def _with_threads(cause: Fault, recording: Recording) -> Fault:
     """Return a fault of ranks that part, with the threads that use one group, if that is recorded."""
-    notes = ((rank, note) for rank, known in recording.ranks.items() for note in known.notes)
-    told = [f"rank {rank}: {note}" for rank, note in notes if note.startswith(TWO_THREADS)]
+    told = [note for _, note in _notes(recording, TWO_THREADS)]
     if not told or cause.rule not in _PARTED:
         return cause
     fix = "let one thread issue all collectives of a group, or make a group of its own for the other: dist.new_group()"
     return replace(cause, evidence=(*cause.evidence, *told[:1]), fix=fix)
+
+
+def _notes(recording: Recording, begin: str) -> Iterator[tuple[int, str]]:
+    """Yield the ranks' own notes that begin in a way, each with its rank, which the text names too."""
+    for rank, known in recording.ranks.items():
+        yield from ((rank, f"rank {rank}: {note}") for note in known.notes if note.startswith(begin))

@@ -665,9 +665,7 @@ def _lock_words(waiting: Sequence[RunPosition], holding: Sequence[RunPosition]) 
     return ""
 
 
-def _of_silent(
-    silent: Sequence[RunPosition], waiting: Sequence[RunPosition], groups: Sequence[GroupInfo] = ()
-) -> Fault:
+def _of_silent(silent: Sequence[RunPosition], waiting: Sequence[RunPosition], groups: Sequence[GroupInfo]) -> Fault:
     ranks = label([each.rank for each in silent])
     do, what = ("do", "they do") if len(silent) > 1 else ("does", "it does")
     places = (

@@ -299,7 +299,7 @@ def _dtypes_meet(raised: _RaisedError, read: _Read, sharded: _ShardedParam, othe
     unit = unit_words(sharded.unit.name)
     source = _last_output(raised.recorder, sharded.unit)
     fix = f"{other.label} = {other.label}.to(torch.{wanted})"
-    if source is not None and not any(param.parts for param in source.params):
+    if source is not None and not source.is_flat:
         name = _SHORT.get(wanted, wanted)
         in_code = f"MixedPrecisionPolicy(..., output_dtype=torch.{wanted})"
         units = _units_in_code(raised, source)

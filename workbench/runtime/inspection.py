@@ -272,7 +272,7 @@ class _Past:
             return f"sharded over {kept_by} ranks between forward and backward"
         if unit.shard_size == 1:
             return "not needed now; with one shard rank, the shard is the full parameter"
-        return f"not needed now: only this rank's {'elements' if _is_flat(unit) else 'rows'} are in memory"
+        return f"not needed now: only this rank's {'elements' if unit.is_flat else 'rows'} are in memory"
 
     def why_full(self, unit: Unit) -> str:
         gathered = (Kind.UNSHARD, Edge.BEGIN)
@@ -287,16 +287,12 @@ class _Past:
             case kind, Edge.BEGIN:
                 why = f"its {kind.words} runs"
             case Kind.FORWARD, _ if unit.reshard_after_forward is False:
-                why = f"kept from forward to backward{'' if _is_flat(unit) else ' (reshard_after_forward=False)'}"
+                why = f"kept from forward to backward{'' if unit.is_flat else ' (reshard_after_forward=False)'}"
             case Kind.BACKWARD, _:
                 why = "its gradients are being collected"
             case _:
                 why = "not resharded yet"
         return f"{why}{self.when_requested}"
-
-
-def _is_flat(unit: Unit) -> bool:
-    return any(param.parts for param in unit.params)
 
 
 def _full_grad(found: _Found) -> TensorFacts | None:

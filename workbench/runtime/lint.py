@@ -137,7 +137,7 @@ def history_of(recorder: Recorder, watch: Watch) -> TrainingHistory:
 
 def _keeps_waiting_grads(unit: Unit) -> bool:
     """Return whether gradients of a unit that wait for a reduction survive ``zero_grad``; no flat ones do."""
-    return unit.runner.keeps_waiting_grads and not any(param.parts for param in unit.params)
+    return unit.runner.keeps_waiting_grads and not unit.is_flat
 
 
 def _units_of(models: Sequence[ShardedModel]) -> Iterator[LintUnit]:

@@ -262,7 +262,7 @@ def sync_left_off(target: LintTarget) -> Iterator[Finding]:
                 fix=f"before the last micro-batch of each step: {target.name}.set_requires_all_reduce(True)",
             )
         elif sharded:
-            is_flat = any(unit.is_flat for unit in sharded)
+            is_flat = any(unit.info.is_flat for unit in sharded)
             yield Fault(
                 rule="sync-left-off",
                 verdict=f"{name} steps while gradients of {target.name} are not reduced: synchronisation stayed off",
@@ -691,7 +691,7 @@ def unequal_options(target: LintTarget) -> Iterator[Finding]:
         model=target.name,
     )
     scalers = [name for name, value in target.variables.items() if type(value) is GradScaler and value.is_enabled()]
-    if scalers and any(unit.is_flat and unit.info.shard_size > 1 for unit in target.units):
+    if scalers and any(unit.info.is_flat and unit.info.shard_size > 1 for unit in target.units):
         yield Fault(
             rule="options-differ",
             verdict=f"{scalers[0]} looks for gradients that are not finite in a rank's own shards alone, so each rank "
@@ -1209,7 +1209,7 @@ def nothing_sharded(target: LintTarget) -> Iterator[Finding]:
     units = [
         unit
         for unit in target.sharded
-        if unit.info.shard_size == 1 < unit.info.replicate_size and not any(p.parts for p in unit.info.params)
+        if unit.info.shard_size == 1 < unit.info.replicate_size and not unit.info.is_flat
     ]
     if units and target.nbytes >= TOY_NBYTES:
         copies = units[0].info.replicate_size

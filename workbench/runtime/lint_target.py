@@ -55,7 +55,7 @@ class LintUnit:
         shard_ranks: ranks that share one copy with this one; None: unknown.
         replicas: ranks that hold the same shard as this one; None: unknown.
         num_backwards: of a model in ``DistributedDataParallel``: backwards that it averaged; None: unknown.
-        is_left_unaveraged: whether its engine averages its gradients over no rank, though it was told to.
+        is_left_unaveraged: whether its engine replicates it without averaging its gradients.
     """
 
     info: Unit
@@ -70,11 +70,6 @@ class LintUnit:
     def is_sharded(self) -> bool:
         """Whether FSDP runs it: a DistributedDataParallel model is a unit that is whole on every rank."""
         return self.info.runner.splits
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether its parameters are packed into flat ones."""
-        return any(param.parts for param in self.info.params)
 
     @property
     def full_nbytes(self) -> int:

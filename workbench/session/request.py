@@ -247,7 +247,7 @@ class Request:
         stop: its current or last stop.
         report: the report of that stop.
         worked: the last notice of running ranks.
-        cause: why they waited when it was given, or when they were stopped; None: they did not, or it is unknown.
+        cause: why its ranks are waiting, or were when they were stopped; None if unknown, or if they do not wait.
         ending: how it ended, or where it last stopped, in words.
         failed: whether ``ending`` is an error.
         watcher: the thread that waits for it.

@@ -386,7 +386,7 @@ class Session:
 
     @property
     def stop_cause(self) -> Fault | None:
-        """Why stopped ranks waited before the stop; None: they did not, or none are stopped."""
+        """Why the stopped ranks were waiting; None if they were not, or if no rank is stopped."""
         request = self.request
         return request.cause if request is not None and request.state == "stopped" else None
 

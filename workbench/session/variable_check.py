@@ -36,7 +36,7 @@ def unit_paths(models: Mapping[int, Iterable[ModelInfo]], units: Iterable[Unit])
             left out, as they have no separate policies.
     """
     having = {model.name: set(model.units) for found in models.values() for model in found}
-    alone = [unit for unit in units if unit.name and not any(param.parts for param in unit.params)]
+    alone = [unit for unit in units if unit.name and not unit.is_flat]
     return [
         f"{name}.{unit.name.partition(', ')[0]}"
         for name, indices in sorted(having.items())
